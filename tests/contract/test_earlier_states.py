@@ -119,7 +119,10 @@ async def earlier(stream: Verify, position: int, end: int, number: int = 0) -> H
 async def test_a_request_gets_what_is_kept_of_its_own_text(
     loaded: LoadedModel, tmp_path: Path, plain_target: LlamaForCausalLM
 ) -> None:
-    """The first session computes them, and one on the cached prefix has them too. Where none asked, none are kept."""
+    """The first session computes them, and one on the cached prefix has them too.
+
+    Where none asked, none are kept: those that the first verdict carries are computed then, and no others.
+    """
     _, _, _, final = states_of(plain_target, LONG)
     waiting = {"gamma": 1, "draft_wait_us": WAIT_US, "hidden_states": True}
     pieces: dict[str, list[HiddenStates]] = {}
@@ -143,10 +146,17 @@ async def test_a_request_gets_what_is_kept_of_its_own_text(
         async with verifying(address) as stream:
             await stream.open(other, max_tokens=4, cache_salt="e", session_id="other", hidden_states=False, gamma=0)
             await stream.rest()
-        async with verifying(address) as stream:  # of this text nobody has asked for states
-            await stream.open(other, max_tokens=4, cache_salt="e", session_id="again", **waiting)
-            assert (await stream.verdict()).timings.cached_tokens > 0
-            assert (await earlier(stream, 0, len(LONG) - PROMPT_WINDOW)).count == 0
+        window, carried = (len(LONG) - PROMPT_WINDOW) // 32 * 32, []
+        for cached in (window, len(LONG) // 32 * 32):  # computed again for the states of the window, and then kept
+            async with verifying(address) as stream:
+                await stream.open(other, max_tokens=4, cache_salt="e", session_id=f"after {cached}", **waiting)
+                verdict = await stream.verdict()
+                assert verdict.timings.cached_tokens == cached
+                carried.append(convert.hidden_states_from_proto(verdict.hidden_states))
+                before = await earlier(stream, 0, len(LONG) - PROMPT_WINDOW)
+                assert (before.position, before.count) == (window, len(LONG) - PROMPT_WINDOW - window)
+        assert carried[0].position == len(LONG) - PROMPT_WINDOW
+        assert carried[0] == carried[1]
 
 
 async def test_requests_beyond_the_limits_cost_nobody_anything(verifier: str, greedy: Greedy) -> None:

@@ -83,10 +83,11 @@ class Fleet:
         """Return the bytes that carried states: from the verifier, and to the drafter."""
         return self.links[0].down.num_bytes, self.links[1].up.num_bytes
 
-    async def generate(self, prompt: Prompt = PROMPT, **params: Any) -> Output:
+    async def generate(self, prompt: Prompt = PROMPT, salt: str = "", **params: Any) -> Output:
         """Answer a prompt with guesses of four tokens, for which the verifier waits."""
         asked: dict[str, Any] = {"seed": 1, "temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True, "gamma": 4}
         request = ask(prompt, **(asked | {"patience_us": 1_000_000} | params))
+        request.cache_salt = salt
         async with client(self.coordinator) as stub:
             return await generate(stub, request)
 

@@ -156,6 +156,22 @@ async def test_remote_equals_local(
 
 
 @pytest.mark.prove
+async def test_a_prefix_that_plain_sessions_computed_costs_no_acceptance(redis_server: Redis, tmp_path: Path) -> None:
+    """The bundled drafter reads the whole context. Of plain sessions the verifier keeps no states."""
+    drafter = make(DrafterSettings(kind="eagle", device="cpu"), lambda _: None)
+    prompts = [each.text for each in shipped("heldout") if each.kind in ("summarise", "edit")][:REAL_PROMPTS]
+    async with behind_links(drafter, DEFAULT, redis_server, tmp_path, "float16") as running:
+        for prompt in prompts:
+            plain = await running.generate(prompt, max_tokens=1, gamma=0)
+            assert not plain.stats.feature_bytes
+        cached, computed = [await measured(running, prompts, REAL_TOKENS, salt=salt) for salt in ("", "another")]
+    print(f"computed: {computed}\ncached: {cached}")
+    assert cached.texts == computed.texts
+    assert cached.state_bytes == computed.state_bytes
+    assert cached.length >= LEAST * computed.length
+
+
+@pytest.mark.prove
 @pytest.mark.parametrize("feature_dtype", ["float16", "fp8"])
 async def test_the_bundled_pair(feature_dtype: str, redis_server: Redis, tmp_path: Path) -> None:
     drafter = make(DrafterSettings(kind="eagle", device="cpu"), lambda _: None)
