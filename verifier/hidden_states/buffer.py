@@ -39,14 +39,11 @@ class HiddenStateBuffer:
             if found := self.blocks.find(spec, self._first, cached):
                 self._parts[spec.number] = cached, [torch.cat(found)[-(cached - self._first) :]]
 
-    def enable(self, enabled: bool) -> None:
-        """Send the final states, or no longer."""
-        others = tuple(spec for spec in self.specs if spec.number)
-        self._send((FINAL_STATES, *others) if enabled else others)
-
-    def request(self, states: StateSpecs) -> None:
-        """Send these states, beside the final ones if they are enabled."""
-        self._send((*(spec for spec in self.specs if not spec.number), *states.specs))
+    def steer(self, final: bool | None = None, others: StateSpecs | None = None) -> None:
+        """Send the final states or no longer, and these others; None: as before."""
+        finals = [FINAL_STATES] * final if final is not None else [spec for spec in self.specs if not spec.number]
+        beside = [spec for spec in self.specs if spec.number] if others is None else others.specs
+        self._send((*finals, *beside))
 
     def refuse(self, check: Callable[[StateSpec], None]) -> list[InvalidRequest]:
         """Send no longer what `check` raises an error for; return the errors."""

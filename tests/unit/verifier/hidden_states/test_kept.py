@@ -26,7 +26,7 @@ def computed(kept: KeptStates, tokens: list[int], *, cached: int = 0, chunk: int
     """Compute a prompt in chunks, then two verdicts of three tokens; return the positions that the verdicts carry."""
     committed = list(tokens)
     buffer = HiddenStateBuffer(True, salt, committed)
-    buffer.request(StateSpecs((LAYERS,)))
+    buffer.steer(others=StateSpecs((LAYERS,)))
     buffer.follow(kept)
     buffer.begin(cached)
     for start in range(cached, len(tokens) - chunk, chunk):
@@ -86,7 +86,7 @@ def test_states_that_are_switched_on_late_are_kept_from_there() -> None:
     assert buffer.follow(kept) == 100, "it reads none: all of its prefix may come from the cache"
     buffer.begin(0)
     buffer.add(100, {})
-    buffer.enable(True)
+    buffer.steer(True)
     buffer.add(103, {0: rows(100, 103)}, (1, 2, 3))
     blocks = StateBlocks(kept, "s", tokens)
     assert not blocks.find(FINAL_STATES, 0, 96)
@@ -99,7 +99,7 @@ def test_a_prefix_without_states_is_computed_again_from_its_window_on(length: in
 
     def may_come_from_cache() -> int:
         buffer = HiddenStateBuffer(True, "s", list(tokens))
-        buffer.request(StateSpecs((LAYERS,)))
+        buffer.steer(others=StateSpecs((LAYERS,)))
         return buffer.follow(kept)
 
     assert may_come_from_cache() == window
