@@ -51,8 +51,8 @@ class EngineTarget:
     def evictable_tokens(self) -> int:
         return self._engine.evictable_tokens
 
-    def match_prefix(self, session: VerifySession) -> None:
-        length = self._engine.match_prefix(session.key, session.committed, session.cache_salt)
+    def match_prefix(self, session: VerifySession, at_most: int) -> None:
+        length = self._engine.match_prefix(session.key, session.committed[: at_most + 1], session.cache_salt)
         session.cache_length = session.num_cached_tokens = length
 
     def step(self, batch: Sequence[ScheduledSession]) -> VerifyStep:

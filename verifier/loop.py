@@ -108,8 +108,8 @@ class VerificationLoop:
             for session in self._admission.running.values():
                 if not session.begun:
                     session.begun = True
-                    self._target.match_prefix(session)
-                    session.hidden_states.begin(self._kept_states, session.num_cached_tokens)
+                    self._target.match_prefix(session, session.hidden_states.follow(self._kept_states))
+                    session.hidden_states.begin(session.num_cached_tokens)
             batch, wait_s = self._batching.schedule(self._admission.running.values(), time.monotonic())
             if not batch:
                 await self._wait(wait_s)
@@ -172,7 +172,7 @@ class VerificationLoop:
             session.cache_length = result.cache_length
             if result.num_cached_tokens is not None:
                 session.num_cached_tokens = result.num_cached_tokens
-                session.hidden_states.begin(self._kept_states, session.num_cached_tokens)
+                session.hidden_states.begin(session.num_cached_tokens)
             if result.verified is None:
                 session.waiting_since = time.monotonic()
                 session.hidden_states.add(session.cache_length, result.hidden_states)

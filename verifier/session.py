@@ -143,10 +143,7 @@ class VerifySession:
             self.max_guesses = steering.nodes
         if steering.paying_nodes is not None:
             self.paying_guesses = steering.paying_nodes
-        if steering.hidden_states is not None:
-            self.hidden_states.enable(steering.hidden_states)
-        if steering.states is not None:
-            self.hidden_states.request(steering.states)
+        self.hidden_states.steer(steering.hidden_states, steering.states)
         if steering.earlier_states is not None:
             queue_request(self.outbox, steering.earlier_states)
 

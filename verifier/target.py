@@ -81,8 +81,8 @@ class VerifyTarget(Protocol):
         """Return the projections of hidden states that it applies."""
         ...
 
-    def match_prefix(self, session: VerifySession) -> None:
-        """Begin a new session from the cached blocks of its prompt, if that is not done in its first step."""
+    def match_prefix(self, session: VerifySession, at_most: int) -> None:
+        """Begin a new session from cached blocks of so many tokens at most, now or in its first step."""
         ...
 
     def step(self, batch: Sequence[ScheduledSession]) -> VerifyStep:

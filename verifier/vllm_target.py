@@ -56,8 +56,9 @@ class VllmTarget:
     def evictable_tokens(self) -> int:
         return self._core.evictable_tokens
 
-    def match_prefix(self, session: VerifySession) -> None:
+    def match_prefix(self, session: VerifySession, at_most: int) -> None:
         """Leave the lookup to vLLM, which does it in the session's first step."""
+        self._core.scheduler.at_most_cached[session.key] = at_most
 
     def step(self, batch: Sequence[ScheduledSession]) -> VerifyStep:
         started = time.perf_counter()
@@ -74,6 +75,7 @@ class VllmTarget:
         return VerifyStep(results, int((forward - started) * 1e6), int((time.perf_counter() - started) * 1e6))
 
     def free(self, session: VerifySession) -> None:
+        self._core.scheduler.at_most_cached.pop(session.key, None)
         if session.key in self._known:
             self._known.remove(session.key)
             self._core.abort([session.key])

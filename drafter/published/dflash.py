@@ -14,9 +14,9 @@ from torch import nn
 
 from drafter.published.checkpoint_config import MAX_LAYERS, CheckpointConfig, refused
 from drafter.published.layers import DecoderShape, DraftAttention, DraftLayer, linear, norm
-from drafter.published.markov import make_head
 from drafter.published.module import HEAD, PublishedModule, TargetNeeds, vocab_of
 from drafter.published.rows import CommittedRows, DraftKvCache, RowBatch, SessionRows
+from outrider.train.methods.published_markov import MARKOV_HEADS
 
 _MAX_BLOCK = 64
 
@@ -96,10 +96,11 @@ class PublishedDspark(PublishedDflash):
         config = config.having(
             **{"sample_from_anchor": True, **config.values, **config.section("dflash_config").values}
         )
-        config.must_be("markov_head_type", "vanilla", "gated", "rnn")
+        config.must_be("markov_head_type", *MARKOV_HEADS)
         super().__init__(config, names)
         rank, kind = config.integer("markov_rank"), config.text("markov_head_type", "vanilla")
-        self.markov_head = make_head(kind, self.needs.vocab, self.draft_vocab, rank, self.shape.hidden)
+        with torch.device("meta"):
+            self.markov_head = MARKOV_HEADS[kind](self.needs.vocab, self.draft_vocab, rank, self.shape.hidden)
         self.confidence_head = None
         if config.flag("enable_confidence_head", False):
             self._with_markov = config.flag("confidence_head_with_markov", False)

@@ -142,12 +142,11 @@ class PublishedCheckpoint:
             return None
         names = [name for name in self.entries if name.partition(".")[0] in _PROJECTION]
         weights = {name: read_finite(self.folder, name, self.entries[name]) for name in names}
-        small = {name: weight.float() if weight.dtype is torch.float64 else weight for name, weight in weights.items()}
-        return PackedProjection(small, self.module.shape.eps, layers)
+        return PackedProjection(weights, self.module.shape.eps, layers)
 
     def load(self, target: EmbeddingsAndHead | None = None, dtype: torch.dtype = torch.float32) -> PublishedModule:
         """Fill the module, with the target's embeddings and head where the checkpoint has none."""
-        weights = {name: read_finite(self.folder, name, entry).to(dtype) for name, entry in self.entries.items()}
+        weights = {name: read_finite(self.folder, name, entry, dtype) for name, entry in self.entries.items()}
         for name in self.lacks:
             if target is None or target.head_bias is not None or target.softcap:
                 raise refused(self.folder, f"has no {name}, and the target has no plain one")

@@ -54,11 +54,11 @@ def weight_entries(folder: Path) -> dict[str, WeightEntry]:
     return found
 
 
-def read_finite(folder: Path, name: str, entry: WeightEntry) -> torch.Tensor:
-    """Read a tensor; refuse one with values that are not finite."""
-    weight = entry.read()
-    if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
-        raise refused(folder, f"has NaN or infinite values in {name}", "finite weights")
+def read_finite(folder: Path, name: str, entry: WeightEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Read a tensor, in float32 at most unless `dtype` is given; refuse one with values that are not finite there."""
+    weight = entry.read().to(dtype or (torch.float32 if entry.dtype is torch.float64 else entry.dtype))
+    if not entry.dtype.is_floating_point or not bool(torch.isfinite(weight).all()):
+        raise refused(folder, f"has NaN or infinite values in {name}, or no fractions", "finite weights")
     return weight
 
 

@@ -52,6 +52,7 @@ def train(
     ] = 8192,
     layers: Annotated[int, option("--layers", "Decoder layers to train; medusa has none.", min=1)] = 1,
     heads: Annotated[int, option("--heads", "Tokens ahead: heads of medusa, a block of dspark.", min=1, max=16)] = 4,
+    markov: Annotated[str, option("--markov", "Markov head of dspark: vanilla, gated or rnn.")] = "vanilla",
     exit_layers: Annotated[int, option("--exit-layers", "First layers of the target, for early-exit.", min=1)] = 4,
     hidden: Annotated[int, option("--hidden", "Hidden size of a distilled model.", min=32)] = 192,
     unroll: Annotated[int, option("--unroll", "Unrolled training steps of eagle and eagle3.", min=1, max=8)] = 3,

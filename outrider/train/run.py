@@ -50,6 +50,7 @@ class TrainingOrder:
     num_ids: int = 8_192
     layers: int = 1  # trained layers
     heads: int = 4  # tokens ahead: of Medusa, of a block of DSpark
+    markov: str = "vanilla"  # kind of DSpark's Markov head
     exit_layers: int = 4  # layers of the target that an early exit uses
     hidden: int = 192  # width of a distilled model
     unroll: int = 3
@@ -191,7 +192,7 @@ def _make(order: TrainingOrder, inputs: TrainingInputs) -> Method:
     if order.method == "eagle3":
         return Eagle3Method(inputs, layers=order.layers, steps=order.unroll)
     if order.method == "dspark":
-        return DsparkMethod(inputs, layers=order.layers, block=order.heads)
+        return DsparkMethod(inputs, layers=order.layers, block=order.heads, markov=order.markov)
     if order.method == "medusa":
         return MedusaMethod(inputs.target_weights, inputs.ids, inputs.examples, heads=order.heads)
     if order.method == "distill":

@@ -20,10 +20,10 @@ from outrider.protocol import convert
 from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.speculation import Guess
 from outrider.v1 import common_pb2 as common
-from tests.cluster import Output, Redis, ask, client, generate
+from tests.cluster import Redis
 from tests.contract.conftest import Greedy, Verify, verifier_serving, verifying
 from tests.contract.test_hidden_states import states_of
-from tests.contract.test_layer_drafters import ATTEMPTS, LAYERS, OUT, Fleet, Reader, fed, fleet, packed
+from tests.contract.test_layer_drafters import ATTEMPTS, LAYERS, OUT, Reader, fed, fleet, packed
 from verifier.hidden_states.buffer import PROMPT_WINDOW
 from verifier.hidden_states.earlier_states import PIECE_BYTES
 
@@ -62,12 +62,6 @@ def rows(parts: list[HiddenStates]) -> torch.Tensor:
     return torch.cat([decode(part) for part in parts])
 
 
-async def answered(running: Fleet, prompt: list[int]) -> Output:
-    request = ask(prompt, seed=1, temperature=0.0, max_tokens=TOKENS, ignore_eos=True, gamma=4, patience_us=1_000_000)
-    async with client(running.coordinator) as stub:
-        return await generate(stub, request)
-
-
 async def test_a_cached_prefix_has_the_same_states_as_a_computed_one(
     loaded: LoadedModel, redis_server: Redis, tmp_path: Path, plain_target: LlamaForCausalLM
 ) -> None:
@@ -79,7 +73,7 @@ async def test_a_cached_prefix_has_the_same_states_as_a_computed_one(
     async with fleet(loaded, redis_server, tmp_path, reader) as running:
         assert await until(lambda: fed(running.service, projection), 20)
         for _ in range(ATTEMPTS):  # on a busy machine a session may end before its drafter has joined
-            output = await answered(running, LONG)
+            output = await running.generate(LONG, max_tokens=TOKENS)
             assert output.token_ids == truth[len(LONG) :]
             assert output.stats.drafter_losses == 0
             cached.append(output.stats.cached_tokens)
@@ -108,7 +102,7 @@ async def test_a_drafter_that_reads_one_state_gets_the_newest_ones_only(
     async with fleet(loaded, redis_server, tmp_path, reader) as running:
         assert await until(lambda: fed(running.service, projection), 20)
         for _ in range(ATTEMPTS):
-            await answered(running, LONG)
+            await running.generate(LONG, max_tokens=TOKENS)
             if reader.sessions:
                 break
     got = [parts[0].position for parts in reader.sessions[next(iter(reader.sessions))]]
@@ -125,7 +119,10 @@ async def earlier(stream: Verify, position: int, end: int, number: int = 0) -> H
 async def test_a_request_gets_what_is_kept_of_its_own_text(
     loaded: LoadedModel, tmp_path: Path, plain_target: LlamaForCausalLM
 ) -> None:
-    """The first session computes them, and one on the cached prefix has them too. Where none asked, none are kept."""
+    """The first session computes them, and one on the cached prefix has them too.
+
+    Where none asked, none are kept: those that the first verdict carries are computed then, and no others.
+    """
     _, _, _, final = states_of(plain_target, LONG)
     waiting = {"gamma": 1, "draft_wait_us": WAIT_US, "hidden_states": True}
     pieces: dict[str, list[HiddenStates]] = {}
@@ -149,10 +146,17 @@ async def test_a_request_gets_what_is_kept_of_its_own_text(
         async with verifying(address) as stream:
             await stream.open(other, max_tokens=4, cache_salt="e", session_id="other", hidden_states=False, gamma=0)
             await stream.rest()
-        async with verifying(address) as stream:  # of this text nobody has asked for states
-            await stream.open(other, max_tokens=4, cache_salt="e", session_id="again", **waiting)
-            assert (await stream.verdict()).timings.cached_tokens > 0
-            assert (await earlier(stream, 0, len(LONG) - PROMPT_WINDOW)).count == 0
+        window, carried = (len(LONG) - PROMPT_WINDOW) // 32 * 32, []
+        for cached in (window, len(LONG) // 32 * 32):  # computed again for the states of the window, and then kept
+            async with verifying(address) as stream:
+                await stream.open(other, max_tokens=4, cache_salt="e", session_id=f"after {cached}", **waiting)
+                verdict = await stream.verdict()
+                assert verdict.timings.cached_tokens == cached
+                carried.append(convert.hidden_states_from_proto(verdict.hidden_states))
+                before = await earlier(stream, 0, len(LONG) - PROMPT_WINDOW)
+                assert (before.position, before.count) == (window, len(LONG) - PROMPT_WINDOW - window)
+        assert carried[0].position == len(LONG) - PROMPT_WINDOW
+        assert carried[0] == carried[1]
 
 
 async def test_requests_beyond_the_limits_cost_nobody_anything(verifier: str, greedy: Greedy) -> None:

@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from coordinator.api.service import CoordinatorService
-from drafter.interface import DraftRequest
+from drafter.interface import Drafter, DraftRequest
 from drafter.service import DrafterService
 from outrider.base.aio import until
 from outrider.engine.loading.loader import LoadedModel
@@ -23,7 +24,7 @@ from outrider.protocol.speculation import Guess
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.settings.drafter import DrafterSettings
 from outrider.testing.link_emulator import EmulatedLink
-from tests.cluster import Output, Redis, ask, client, free_port, generate, in_process
+from tests.cluster import Output, Prompt, Redis, ask, client, free_port, generate, in_process
 from tests.contract.conftest import verifier_serving
 from tests.contract.test_hidden_states import states_of
 
@@ -82,10 +83,11 @@ class Fleet:
         """Return the bytes that carried states: from the verifier, and to the drafter."""
         return self.links[0].down.num_bytes, self.links[1].up.num_bytes
 
-    async def generate(self) -> Output:
-        request = ask(
-            PROMPT, seed=1, temperature=0.0, max_tokens=TOKENS, ignore_eos=True, gamma=4, patience_us=1_000_000
-        )
+    async def generate(self, prompt: Prompt = PROMPT, salt: str = "", **params: Any) -> Output:
+        """Answer a prompt with guesses of four tokens, for which the verifier waits."""
+        asked: dict[str, Any] = {"seed": 1, "temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True, "gamma": 4}
+        request = ask(prompt, **(asked | {"patience_us": 1_000_000} | params))
+        request.cache_salt = salt
         async with client(self.coordinator) as stub:
             return await generate(stub, request)
 
@@ -97,7 +99,7 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    loaded: LoadedModel, redis: Redis, folder: Path, reader: Reader, feature_dtype: str = "float16"
+    loaded: LoadedModel, redis: Redis, folder: Path, reader: Drafter, feature_dtype: str = "float16"
 ) -> AsyncIterator[Fleet]:
     settings = CoordinatorSettings(http_port=0, heartbeat_ms=300)
     service = CoordinatorService(settings, redis.url)

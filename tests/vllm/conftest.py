@@ -196,7 +196,7 @@ async def _follow(loop: VerificationLoop, request: Request, drafter: Drafter, gr
         guide = await grammars.compile_async(request.params)
     session = loop.open(opening, guide)
     if request.states is not None:
-        session.hidden_states.request(request.states)
+        session.hidden_states.steer(others=request.states)
     session.gamma, session.draft_wait_s = request.gamma, request.draft_wait_s
     first_id = 1
     while True:

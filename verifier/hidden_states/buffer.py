@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 
+from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.hidden_states.messages import FINAL_STATES, HiddenStates, StateSpec, StateSpecs
 from verifier.hidden_states.kept import KeptStates, StateBlocks
@@ -26,22 +27,23 @@ class HiddenStateBuffer:
         self._parts: dict[int, tuple[int, list[torch.Tensor]]] = {}
         self.blocks: StateBlocks | None = None
 
-    def begin(self, kept: KeptStates, cached: int) -> None:
-        """Take the states of the first `cached` tokens, which will not be computed, from those kept."""
+    def follow(self, kept: KeptStates) -> int:
+        """Return how many tokens the session may take from the cache: in its window, only those with kept states."""
         self.blocks = blocks = StateBlocks(kept, self._salt, self.tokens)
-        for spec in self.specs:
-            known = blocks.recall(spec, self._first, cached) if cached > self._first else None
-            if known is not None:
-                self._parts[spec.number] = cached, [known]
+        return min((blocks.known_to(spec, self._first) for spec in self.specs), default=len(self.tokens))
 
-    def enable(self, enabled: bool) -> None:
-        """Send the final states, or no longer."""
-        others = tuple(spec for spec in self.specs if spec.number)
-        self._send((FINAL_STATES, *others) if enabled else others)
+    def begin(self, cached: int) -> None:
+        """Take the states of the first `cached` tokens, which will not be computed, from those kept."""
+        assert self.blocks is not None, "it follows the kept ones"
+        for spec in self.specs if cached % BLOCK_TOKENS == 0 else ():
+            if found := self.blocks.find(spec, self._first, cached):
+                self._parts[spec.number] = cached, [torch.cat(found)[-(cached - self._first) :]]
 
-    def request(self, states: StateSpecs) -> None:
-        """Send these states, beside the final ones if they are enabled."""
-        self._send((*(spec for spec in self.specs if not spec.number), *states.specs))
+    def steer(self, final: bool | None = None, others: StateSpecs | None = None) -> None:
+        """Send the final states or no longer, and these others; None: as before."""
+        finals = [FINAL_STATES] * final if final is not None else [spec for spec in self.specs if not spec.number]
+        beside = [spec for spec in self.specs if spec.number] if others is None else others.specs
+        self._send((*finals, *beside))
 
     def refuse(self, check: Callable[[StateSpec], None]) -> list[InvalidRequest]:
         """Send no longer what `check` raises an error for; return the errors."""

@@ -37,10 +37,10 @@ class KeptStates:
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= self._rows.pop(next(iter(self._rows))).nbytes
 
-    def last(self, keys: Iterable[Key]) -> list[torch.Tensor]:
-        """Return the rows of `keys`, which go backwards, up to the first missing one; in the order of the text."""
-        found = list(takewhile(lambda key: key in self._rows, keys))[::-1]
-        for key in found:
+    def run(self, keys: Iterable[Key]) -> list[torch.Tensor]:
+        """Return the rows of `keys` up to the first missing one. Those of the first key now count as used last."""
+        found = list(takewhile(self._rows.__contains__, keys))
+        for key in found[::-1]:
             self._rows[key] = self._rows.pop(key)
         return [self._rows[key] for key in found]
 
@@ -59,16 +59,14 @@ class StateBlocks:
         """Forget the newest blocks of other specs."""
         self._open = {spec.number: self._open[spec.number] for spec in specs if spec.number in self._open}
 
-    def recall(self, spec: StateSpec, first: int, end: int) -> torch.Tensor | None:
-        """Return the kept rows that end before `end`, of positions from `first` on as far as there are any."""
-        found = [] if end % BLOCK_TOKENS else self.find(spec, first, end)
-        return torch.cat(found)[-(end - first) :] if found else None
+    def known_to(self, spec: StateSpec, first: int) -> int:
+        """Return the end of the block up to which rows are kept from position `first` on; at least one before it."""
+        start, end = first // BLOCK_TOKENS, len(self._tokens) // BLOCK_TOKENS
+        return (start + len(self._run(spec, range(start + 1, end + 1)))) * BLOCK_TOKENS
 
     def find(self, spec: StateSpec, first: int, end: int) -> list[torch.Tensor]:
         """Return the kept blocks of positions from `first` up to `end`, a block's end, after the last gap."""
-        self._extend(end, ())
-        blocks = range(end // BLOCK_TOKENS, first // BLOCK_TOKENS, -1)
-        return self._kept.last((self._digests[block], replace(spec, number=0)) for block in blocks)
+        return self._run(spec, range(end // BLOCK_TOKENS, first // BLOCK_TOKENS, -1))[::-1]
 
     def keep(self, spec: StateSpec, start: int, rows: torch.Tensor, new: Sequence[int] = ()) -> None:
         """Keep rows from position `start` on; `new` tokens follow the session's own."""
@@ -86,6 +84,11 @@ class StateBlocks:
             rest = max(aligned, end // BLOCK_TOKENS * BLOCK_TOKENS)
             first, parts = rest, [joined[rest - first :].clone()]  # not a view of more
         self._open[spec.number] = first, parts
+
+    def _run(self, spec: StateSpec, blocks: range) -> list[torch.Tensor]:
+        """Return the rows of blocks, which are numbered by their ends, up to the first one that is not kept."""
+        self._extend(len(self._tokens), ())
+        return self._kept.run((self._digests[block], replace(spec, number=0)) for block in blocks)
 
     def _extend(self, end: int, new: Sequence[int]) -> None:
         """Compute the digests of the full blocks before `end`."""

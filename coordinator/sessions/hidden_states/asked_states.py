@@ -44,7 +44,6 @@ class AskedStates:
 def check_ends(verdict: Verdict) -> None:
     """Raise ProtocolViolation unless hidden states reach exactly to the token before the last one."""
     wanted = verdict.position + len(verdict.tokens) - 1
-    for states in (verdict.hidden_states, *verdict.layer_states):
-        if states is not None and states.position + states.count != wanted:
-            end = states.position + states.count
+    for states in filter(None, (verdict.hidden_states, *verdict.layer_states)):
+        if (end := states.position + states.count) != wanted:
             raise ProtocolViolation(f"verdict.hidden_states is up to {end}, must be up to {wanted}")

@@ -18,8 +18,6 @@ class HiddenStateWindow:
         self._rows = bytearray()
 
     def add(self, states: HiddenStates) -> None:
-        if not states.width:
-            return
         known, row_bytes = self._newest, states.row_bytes
         same = known is not None and (known.width, known.float8) == (states.width, states.float8)
         if not same or states.position != self._first + len(self._rows) // row_bytes:

@@ -46,6 +46,9 @@ class GuessingScheduler(SilentScheduler):
         self.masks: Masks = lambda request, guesses: None
         self.computed: dict[str, Computed] = {}
         self.cached_prefix: dict[str, int] = {}  # tokens found in the prefix index, by new request
+        self.at_most_cached: dict[str, int] = {}  # tokens that a new request may find there
+        self._find_prefix = self.kv_cache_manager.get_computed_blocks
+        self.kv_cache_manager.get_computed_blocks = self._computed_blocks
         self.num_spec_tokens = 0  # vLLM would pad requests with one new token to this many guesses
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -71,6 +74,15 @@ class GuessingScheduler(SilentScheduler):
         # A preempted request comes back before others can begin. Nothing is drawn for it until it is planned.
         uncached: int = request.num_tokens - 1 - num_computed_tokens
         return max(0, min(num_new_tokens, uncached))
+
+    def _computed_blocks(self, request: Request) -> tuple[Any, int, int]:
+        """Return what vLLM finds of a request in its cache, of no more tokens than the session may take from there."""
+        at_most, manager = self.at_most_cached.get(request.request_id, request.num_tokens), self.kv_cache_manager
+        limited = at_most < request.num_tokens and request.status is not RequestStatus.PREEMPTED
+        if not limited or not manager.prefix_cache_lookup_enabled(request):
+            return self._find_prefix(request)  # type: ignore[no-any-return]
+        blocks, count, _ = manager.coordinator.find_longest_cache_hit(request.block_hashes, at_most)
+        return manager.create_kv_cache_blocks(blocks), count, 0
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> StepMasks | None:
         """Return the masks of the step's rows. vLLM asks after the forward pass has begun."""

@@ -36,6 +36,9 @@ class TrainedCheckpoint:
     """Base of the methods: a module for a target, and its files."""
 
     def __init__(self, inputs: TrainingInputs, module: Eagle3 | Dspark) -> None:
+        for name, weight in module.layers.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.data.zero_()  # at first the layers add nothing to the residual
         self._target_config = inputs.target.config.get_text_config()
         self.module = module
         self.shape = asdict(module.shape) | {"states": list(module.shape.states)}
@@ -73,8 +76,7 @@ def published_weights(module: Eagle3 | Dspark, head: torch.Tensor) -> dict[str, 
     drafted = torch.zeros(len(module.embeddings), dtype=torch.bool)
     drafted[ids] = True
     weights = module.state_dict() | {"embed_tokens.weight": module.embeddings, "lm_head.weight": head[module.ids]}
-    weights.pop("mask", None)  # among the embeddings
-    numbers = {name: weight.detach().cpu().to(torch.bfloat16) for name, weight in weights.items()}
+    numbers = {name: each.detach().cpu().to(torch.bfloat16) for name, each in weights.items() if name != "mask"}
     if len(ids) == len(module.embeddings):  # vLLM refuses a map of ids that it does not need
         return numbers
     return numbers | {"d2t": ids - torch.arange(len(ids)), "t2d": drafted}
@@ -127,7 +129,7 @@ def _config(shape: Eagle3Shape, drafted: int, vocab: int) -> dict[str, Any]:
             "mask_token_id": shape.mask,
             "sample_from_anchor": True,
             "markov_rank": shape.rank,
-            "markov_head_type": "vanilla",
+            "markov_head_type": shape.markov,
             "enable_confidence_head": True,
             "confidence_head_with_markov": True,
             "transformer_layer_config": layers | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},

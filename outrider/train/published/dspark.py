@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
-from outrider.train.published.eagle3 import Eagle3Mlp, Eagle3Shape
+from outrider.train.methods.published_markov import MARKOV_HEADS
+from outrider.train.published.eagle3 import Eagle3Mlp, Eagle3Shape, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class DsparkShape(Eagle3Shape):
 
     block: int = 4  # guesses of a pass
     rank: int = 256  # of the Markov head
+    markov: str = "vanilla"  # kind of that head
     mask: int = 0  # the token of guesses that are not known yet
 
 
@@ -34,19 +36,11 @@ class AnchoredBlocks:
         known = torch.arange(places, device=anchors.device)
         ahead = torch.arange(1, shape.block + 1, device=anchors.device)
         at = torch.cat([known.expand(len(anchors), -1), (anchors[..., None] + ahead).flatten(1)], dim=1)
-        turns = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, device=at.device) / shape.head_dim)
-        angles = torch.cat([at[:, None, :, None] * turns] * 2, dim=-1)
-        self._cos, self._sin = angles.cos(), angles.sin()
+        self.rotated = Rotation(at[:, None], shape)
         seen = (known >= starts[:, None, None]) & (known <= anchors[..., None])
         own = torch.eye(anchors.shape[1], dtype=torch.bool, device=at.device).repeat_interleave(shape.block, dim=1)
         rows = torch.cat([seen, own.expand(len(anchors), -1, -1)], dim=2).repeat_interleave(shape.block, dim=1)
         self.mask = rows[:, None]  # [batch, 1, rows, places + rows]
-
-    def rotated(self, heads: torch.Tensor) -> torch.Tensor:
-        """Return the last rows turned by their positions.  # [batch, heads, rows, head]"""
-        cos, sin = self._cos[:, :, -heads.shape[2] :], self._sin[:, :, -heads.shape[2] :]
-        first, second = heads.float().chunk(2, dim=-1)
-        return (heads * cos + torch.cat([-second, first], dim=-1) * sin).to(heads.dtype)
 
 
 class DsparkAttention(nn.Module):
@@ -102,8 +96,7 @@ class Dspark(nn.Module):
         self.hidden_norm = nn.RMSNorm(shape.hidden, shape.eps)
         self.layers = nn.ModuleList(DsparkLayer(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, shape.eps)
-        before, after = nn.Embedding(len(self._embeddings), shape.rank), nn.Linear(shape.rank, len(ids), bias=False)
-        self.markov_head = nn.ModuleDict({"markov_w1": before, "markov_w2": after})
+        self.markov_head = MARKOV_HEADS[shape.markov](len(self._embeddings), len(ids), shape.rank, shape.hidden)
         self.confidence_head = nn.ModuleDict({"proj": nn.Linear(shape.hidden + shape.rank, 1)})
 
     @property
@@ -131,7 +124,11 @@ class Dspark(nn.Module):
         return output
 
     def beside(self, hidden: torch.Tensor, previous: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the tokens before guesses add to their logits, and the logits of the confidence."""
-        row = self.markov_head["markov_w1"](previous)
+        """Return what the tokens before the guesses of blocks add to their logits, and the logits of the confidence."""
+        row, added = self.markov_head.markov_w1(previous), []
+        state = row.new_zeros(*row.shape[:-2], self.markov_head.state_width)
+        for place in range(hidden.shape[-2]):
+            state, bias = self.markov_head(state, previous[..., place], hidden[..., place, :])
+            added.append(bias)
         confidence = self.confidence_head["proj"](torch.cat([hidden, row], dim=-1))
-        return self.markov_head["markov_w2"](row), confidence.squeeze(-1).float()
+        return torch.stack(added, dim=-2), confidence.squeeze(-1).float()

@@ -11,12 +11,12 @@ from torch.nn import functional
 from outrider.protocol.errors import StartupError
 from outrider.train.data import Example
 from outrider.train.methods.interface import Batch, TrainingInputs, accepted_lengths, greedy_targets
+from outrider.train.methods.published_markov import MARKOV_HEADS
 from outrider.train.published.checkpoint import TrainedCheckpoint
 from outrider.train.published.dspark import Dspark, DsparkShape
 
 # The published weights of the loss: cross-entropy, distance of the distributions, and decay along a block.
 _CROSS_ENTROPY, _DISTANCE, _DECAY = 0.1, 0.9, 4.0
-_ROWS_SHARE = 1.0  # of a block's rows to the batch's positions
 _MAX_RANK = 256
 _MEASURED = 64  # blocks of one pass over held-out texts
 _SIZED = 64  # texts
@@ -27,15 +27,18 @@ class DsparkMethod(TrainedCheckpoint):
 
     module: Dspark
 
-    def __init__(self, inputs: TrainingInputs, *, layers: int, block: int) -> None:
+    def __init__(self, inputs: TrainingInputs, *, layers: int, block: int, markov: str = "vanilla") -> None:
         if block < 2:
             raise StartupError.of("heads", block, "at least 2 for dspark")
+        if markov not in MARKOV_HEADS:
+            raise StartupError.of("markov", markov, f"one of {', '.join(MARKOV_HEADS)}")
         hidden, vocab = inputs.target_weights.hidden, len(inputs.target_weights.embeddings)
         used = {int(token) for example in inputs.examples for token in example.tokens}
         shape = DsparkShape(
             **self.dimensions(inputs.target),
             layers=layers,
             block=block,
+            markov=markov,
             rank=min(_MAX_RANK, max(1, hidden // 4)),
             mask=next((token for token in reversed(range(vocab)) if token not in used), vocab - 1),
         )
@@ -44,7 +47,7 @@ class DsparkMethod(TrainedCheckpoint):
 
     def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
         first, count = batch.outputs[:, None], (batch.lengths - batch.outputs).clamp(min=1)[:, None]
-        blocks = max(1, int(_ROWS_SHARE * batch.tokens.shape[1] / self.module.shape.block))
+        blocks = max(1, batch.tokens.shape[1] // self.module.shape.block)
         drawn = torch.rand(len(first), blocks, generator=generator).to(first.device)
         logits, confidence, at = self._guesses(batch, first + (drawn * count).long())
         valid = at < batch.lengths[:, None, None]
@@ -90,10 +93,7 @@ def _rows(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _begin(module: Dspark, examples: Sequence[Example]) -> None:
-    """Begin with outputs of the size of the target's states; the layers and the Markov head add nothing yet."""
+    """Begin with outputs of the size of the target's states; the Markov head adds nothing yet."""
     final = torch.cat([example.hidden_states.float() for example in islice(examples, _SIZED)])
     module.norm.weight.fill_(float(final.pow(2).mean().sqrt()))
-    module.markov_head.get_submodule("markov_w2").get_parameter("weight").zero_()
-    for name, weight in module.layers.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight.zero_()
+    module.markov_head.markov_w2.weight.zero_()

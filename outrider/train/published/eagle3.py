@@ -36,15 +36,28 @@ class Eagle3Shape:
     eps: float = 1e-5
 
 
+class Rotation:
+    """The rotation of heads by the positions of their rows.  # [..., rows]"""
+
+    def __init__(self, positions: torch.Tensor, shape: Eagle3Shape) -> None:
+        turns = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, device=positions.device) / shape.head_dim)
+        angles = torch.cat([positions[..., None] * turns] * 2, dim=-1)
+        self._cos, self._sin = angles.cos(), angles.sin()
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return the last rows turned by their positions.  # [..., rows, head]"""
+        cos, sin = self._cos[..., -heads.shape[-2] :, :], self._sin[..., -heads.shape[-2] :, :]
+        first, second = heads.float().chunk(2, dim=-1)
+        return (heads * cos + torch.cat([-second, first], dim=-1) * sin).to(heads.dtype)
+
+
 class Unrolled:
     """One pass over all positions for each step of drafting; what each position may attend to, and from where."""
 
     def __init__(self, starts: torch.Tensor, lengths: torch.Tensor, places: int, shape: Eagle3Shape) -> None:
         self.at = torch.arange(places, device=starts.device)
         self._inside = (self.at >= starts[:, None]) & (self.at < lengths[:, None])
-        turns = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, device=starts.device) / shape.head_dim)
-        angles = torch.cat([self.at[:, None] * turns] * 2, dim=-1)
-        self._cos, self._sin = angles.cos(), angles.sin()
+        self.rotated = Rotation(self.at, shape)
         self._biases: list[torch.Tensor] = []  # of the attention to the target's states, by step
 
     def bias(self, step: int) -> torch.Tensor:
@@ -55,11 +68,6 @@ class Unrolled:
             bias = torch.zeros(seen.shape, device=seen.device, dtype=torch.bfloat16).masked_fill_(~seen, _NEVER)
             self._biases.append(bias[:, None, None])
         return self._biases[step]
-
-    def rotated(self, heads: torch.Tensor) -> torch.Tensor:
-        """Return rows turned by their positions.  # [..., places, head]"""
-        first, second = heads.float().chunk(2, dim=-1)
-        return (heads * self._cos + torch.cat([-second, first], dim=-1) * self._sin).to(heads.dtype)
 
 
 class Eagle3Attention(nn.Module):
@@ -158,9 +166,8 @@ class Eagle3(nn.Module):
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Return g of the target's states.  # [..., hidden] of [..., states × hidden]"""
         parts = states.float().chunk(len(self.fc_norm), dim=-1)
-        g: torch.Tensor = self.fc(
-            torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        )
+        normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+        g: torch.Tensor = self.fc(torch.cat(normed, dim=-1))
         return g
 
     def unroll(

@@ -22,7 +22,6 @@ _DEPTH = 5  # of held-out chains
 _ONE_STEP_SHARE = 0.4  # of the training; later steps build on the first one
 _FITTED_POSITIONS = 50_000
 _RIDGE = 1e-3
-_ADDED = ("o_proj.weight", "down_proj.weight")  # what a layer adds to the residual
 
 
 class Eagle3Method(TrainedCheckpoint):
@@ -60,7 +59,7 @@ class Eagle3Method(TrainedCheckpoint):
 
 @torch.no_grad()
 def _begin(module: Eagle3, examples: Sequence[Example]) -> None:
-    """Begin with the linear map from the states to the final state after the next token; the layers add nothing yet."""
+    """Begin with the linear map from the states to the final state after the next token."""
     inputs, wanted, count = [], [], 0
     for example in examples:
         first = max(0, example.prompt_length - 2)
@@ -76,6 +75,3 @@ def _begin(module: Eagle3, examples: Sequence[Example]) -> None:
     gram = x.T @ x + _RIDGE * len(x) * torch.eye(x.shape[1])
     module.fc.weight.copy_(torch.linalg.solve(gram, x.T @ y).T / size)
     module.norm.weight.fill_(size)
-    for name, weight in module.layers.named_parameters():
-        if name.endswith(_ADDED):
-            weight.zero_()

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from drafter.published.loading import PublishedCheckpoint
 from drafter.published.weight_files import read_finite, weight_entries
 from outrider.protocol.errors import StartupError
-from tests.published import CASES, VOCAB, Weights, dflash, eagle3, weights_of, write
+from tests.published import CASES, HIDDEN, VOCAB, Weights, dflash, eagle3, weights_of, write
 
 Change = Callable[[Weights], object]
 
@@ -348,3 +348,20 @@ def test_embeddings_that_nobody_supplies(tmp_path: Path) -> None:
     checkpoint = PublishedCheckpoint.open(eagle3(tmp_path, embeddings=False))
     with pytest.raises(StartupError, match=r"has no embed_tokens\.weight"):
         checkpoint.load()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.full((HIDDEN,), 1e300, dtype=torch.float64), torch.ones(HIDDEN, dtype=torch.int64)],
+    ids=["beyond float32", "whole numbers"],
+)
+def test_weights_that_no_module_can_hold_are_refused(values: torch.Tensor, tmp_path: Path) -> None:
+    """Finite in the file is not enough: a value beyond the module's numbers would be infinite in it."""
+    checkpoint = eagle3(tmp_path)
+    weights, config = weights_of(checkpoint), json.loads((checkpoint / "config.json").read_text())
+    write(checkpoint, config, weights | {"norm.weight": values})
+    opened = PublishedCheckpoint.open(checkpoint)
+    with pytest.raises(StartupError, match=r"infinite values in norm\.weight"):
+        opened.load()
+    with pytest.raises(StartupError, match=r"infinite values in norm\.weight"):
+        opened.check_weights()

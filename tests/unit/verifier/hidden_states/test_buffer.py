@@ -51,7 +51,7 @@ def test_rows_are_not_joined_across_a_gap() -> None:
 def test_the_states_of_a_verdict_fit_into_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_VERDICT_BYTES", 2 * 10 * WIDTH * 2)
     buffer = HiddenStateBuffer(True, "s", [0] * 60)
-    buffer.request(StateSpecs((StateSpec((1,), number=1),)))
+    buffer.steer(others=StateSpecs((StateSpec((1,), number=1),)))
     taken = buffer.take(60, {number: rows(0, 60) for number in (0, 1)}, (5,))
     assert [(taken[number].position, taken[number].count) for number in (0, 1)] == [(50, 10)] * 2
     assert taken[1].rows == rows(50, 60).numpy().tobytes()

@@ -23,8 +23,9 @@ WIDE = StateSpec((1,), width=8192, number=3)
 def buffer_of(tokens: list[int], kept: KeptStates, width: int = WIDTH, *, computed: bool = True) -> HiddenStateBuffer:
     """Return the buffer of a session that has computed its prompt, or found it in the cache."""
     buffer = HiddenStateBuffer(False, "s", tokens)
-    buffer.request(StateSpecs((LAYERS,)))
-    buffer.begin(kept, 0 if computed else len(tokens) // 32 * 32)
+    buffer.steer(others=StateSpecs((LAYERS,)))
+    buffer.follow(kept)
+    buffer.begin(0 if computed else len(tokens) // 32 * 32)
     if computed:
         buffer.add(len(tokens), {3: rows(0, len(tokens))[:, :1].expand(-1, width)})
     return buffer

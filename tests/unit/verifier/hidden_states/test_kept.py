@@ -26,8 +26,9 @@ def computed(kept: KeptStates, tokens: list[int], *, cached: int = 0, chunk: int
     """Compute a prompt in chunks, then two verdicts of three tokens; return the positions that the verdicts carry."""
     committed = list(tokens)
     buffer = HiddenStateBuffer(True, salt, committed)
-    buffer.request(StateSpecs((LAYERS,)))
-    buffer.begin(kept, cached)
+    buffer.steer(others=StateSpecs((LAYERS,)))
+    buffer.follow(kept)
+    buffer.begin(cached)
     for start in range(cached, len(tokens) - chunk, chunk):
         buffer.add(start + chunk, {n: rows(start, start + chunk) for n in (0, 3)})
         last = start + chunk
@@ -82,9 +83,27 @@ def test_what_was_given_up_leaves_no_gap() -> None:
 def test_states_that_are_switched_on_late_are_kept_from_there() -> None:
     kept, tokens = KeptStates(), text(100)
     buffer = HiddenStateBuffer(False, "s", tokens)
-    buffer.begin(kept, 0)
+    assert buffer.follow(kept) == 100, "it reads none: all of its prefix may come from the cache"
+    buffer.begin(0)
     buffer.add(100, {})
-    buffer.enable(True)
+    buffer.steer(True)
     buffer.add(103, {0: rows(100, 103)}, (1, 2, 3))
     blocks = StateBlocks(kept, "s", tokens)
-    assert blocks.recall(FINAL_STATES, 0, 96) is None
+    assert not blocks.find(FINAL_STATES, 0, 96)
+
+
+@pytest.mark.parametrize(("length", "window"), [(100, 0), (256, 0), (400, 128), (700, 416)])
+def test_a_prefix_without_states_is_computed_again_from_its_window_on(length: int, window: int) -> None:
+    """Once: then they are kept."""
+    kept, tokens = KeptStates(), text(length)
+
+    def may_come_from_cache() -> int:
+        buffer = HiddenStateBuffer(True, "s", list(tokens))
+        buffer.steer(others=StateSpecs((LAYERS,)))
+        return buffer.follow(kept)
+
+    assert may_come_from_cache() == window
+    assert computed(kept, tokens, cached=window)[0] == max(0, length - PROMPT_WINDOW)
+    assert may_come_from_cache() == length // 32 * 32
+    tokens[window + 70] += 1  # from the third block of the window on, it is another text
+    assert may_come_from_cache() == window + 64

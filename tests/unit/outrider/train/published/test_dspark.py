@@ -24,6 +24,7 @@ from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import DataProgress, Example
 from outrider.train.loop import Report
 from outrider.train.methods.interface import TrainingInputs, collate
+from outrider.train.methods.published_markov import MARKOV_HEADS
 from outrider.train.published.checkpoint import MODEL, published_weights, save_config
 from outrider.train.published.dspark import Dspark, DsparkShape
 from outrider.train.published.method import DsparkMethod
@@ -86,10 +87,11 @@ def random_module(shape: DsparkShape, num_ids: int) -> tuple[Dspark, EmbeddingsA
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("markov", MARKOV_HEADS)
 @pytest.mark.parametrize("num_ids", [64, VOCAB], ids=["some ids", "all ids"])
-def test_our_loader_reads_the_same_guesses_back(num_ids: int, tmp_path: Path) -> None:
+def test_our_loader_reads_the_same_guesses_back(num_ids: int, markov: str, tmp_path: Path) -> None:
     """At every position: hidden states, logits with the Markov head's, and confidence."""
-    module, target = random_module(SHAPE, num_ids)
+    module, target = random_module(replace(SHAPE, markov=markov), num_ids)
     save_config(tmp_path, module, "toys/target", LlamaConfig())
     save_file(published_weights(module, target.head), tmp_path / MODEL)
     checkpoint = PublishedCheckpoint.open(tmp_path)
@@ -98,7 +100,7 @@ def test_our_loader_reads_the_same_guesses_back(num_ids: int, tmp_path: Path) ->
     assert isinstance(loaded, PublishedDspark)
     assert loaded.ids.tolist() == module.ids.tolist()
     assert loaded.places == BLOCK
-    states, tokens = torch.randn(1, PLACES, 2 * 64), torch.randint(VOCAB, (1, PLACES + BLOCK))
+    states, tokens = torch.randn(1, PLACES, 2 * 64), torch.randint(SHAPE.mask + 1, VOCAB, (1, PLACES + BLOCK))
     hidden = module(states, tokens[:, :PLACES], torch.arange(PLACES)[None], torch.tensor([0]))[0]
     cache = loaded.new_cache()
     for anchor in range(PLACES):
@@ -108,8 +110,10 @@ def test_our_loader_reads_the_same_guesses_back(num_ids: int, tmp_path: Path) ->
         torch.testing.assert_close(found, hidden[anchor], rtol=1e-4, atol=1e-4)
         previous = tokens[0, anchor : anchor + BLOCK]
         bias, confidence = module.beside(hidden[anchor], previous)
-        _, read = loaded.markov(torch.zeros(BLOCK, 0), previous, found)
-        torch.testing.assert_close(read, bias, rtol=1e-4, atol=1e-4)
+        state = torch.zeros(1, loaded.markov_head.state_width)
+        for place, wanted in enumerate(bias):
+            state, read = loaded.markov(state, previous[place, None], found[place, None])
+            torch.testing.assert_close(read[0], wanted, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(loaded.confidence(found, previous), confidence.sigmoid(), rtol=1e-4, atol=1e-4)
         logits = hidden[anchor] @ target.head[module.ids].T
         torch.testing.assert_close(loaded.logits(found), logits, rtol=1e-4, atol=1e-4)
@@ -131,15 +135,16 @@ def test_the_loss_falls_and_a_killed_run_ends_as_one_that_was_not(
     assert whole.losses[-1] < 0.95 * whole.losses[0]
 
 
-def test_the_command_writes_what_is_served(order: TrainingOrder) -> None:
-    out = order.out.with_name("commanded")
+@pytest.mark.parametrize("markov", MARKOV_HEADS)
+def test_the_command_writes_what_is_served(markov: str, order: TrainingOrder) -> None:
+    out = order.out.with_name(f"commanded-{markov}")
     text = f"train dspark --target {order.target} --out {out} --prompts {order.prompts} --data {order.data_home}"
-    text += " --max-tokens 12 --tokens 1 --vocabulary 64 --heads 6 --device cpu"
+    text += f" --max-tokens 12 --tokens 1 --vocabulary 64 --heads 6 --device cpu --markov {markov}"
     result = CliRunner().invoke(app, text.split())
     assert result.exit_code == 0, result.output
     assert choose_drafter(str(out), order.target) == ("published", str(out))
     config = json.loads((out / "config.json").read_text())
-    assert (config["speculators_model_type"], config["markov_head_type"]) == ("dspark", "vanilla")
+    assert (config["speculators_model_type"], config["markov_head_type"]) == ("dspark", markov)
     checkpoint = PublishedCheckpoint.open(out)
     checkpoint.check_target(TargetSize.read(order.target, lambda _: None))
     assert checkpoint.lacks == ()
@@ -151,6 +156,11 @@ def test_the_command_writes_what_is_served(order: TrainingOrder) -> None:
 def test_a_block_of_one_is_refused(order: TrainingOrder) -> None:
     with pytest.raises(StartupError, match="heads"):
         run.train(replace(order, out=order.out.with_name("one"), heads=1), Watching())
+
+
+def test_an_unknown_markov_head_is_refused(order: TrainingOrder) -> None:
+    with pytest.raises(StartupError, match="vanilla, gated, rnn"):
+        run.train(replace(order, out=order.out.with_name("markov"), markov="gru"), Watching())
 
 
 class Knowing(Dspark):
@@ -190,8 +200,9 @@ def test_each_place_is_held_to_the_distribution_after_the_token_before_it(order:
     assert lengths.tolist() == [-1, -1, *[BLOCK] * (PLACES - 7), 3, 2, 1]
 
 
-def test_every_weight_learns_and_unknown_positions_change_nothing() -> None:
-    module, _ = random_module(SHAPE, 64)
+@pytest.mark.parametrize("markov", MARKOV_HEADS)
+def test_every_weight_learns_and_unknown_positions_change_nothing(markov: str) -> None:
+    module, _ = random_module(replace(SHAPE, markov=markov), 64)
     states, tokens = torch.randn(1, PLACES, 2 * 64), torch.randint(VOCAB, (1, 2))
     anchors, starts = torch.tensor([[6, 9]]), torch.tensor([3])
     hidden = module(states, tokens, anchors, starts)

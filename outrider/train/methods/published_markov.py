@@ -9,17 +9,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from drafter.published.layers import linear
-
 
 class MarkovHead(nn.Module):
     """The plain head. Its state has no numbers, nor has that of the gated one."""
 
-    def __init__(self, vocab: int, draft_vocab: int, rank: int) -> None:
+    def __init__(self, vocab: int, draft_vocab: int, rank: int, hidden: int) -> None:
         super().__init__()
         self.state_width = 0
-        self.markov_w1 = nn.Embedding(vocab, rank, device="meta")
-        self.markov_w2 = linear(rank, draft_vocab)
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab, bias=False)
 
     def forward(
         self, state: torch.Tensor, previous: torch.Tensor, hidden: torch.Tensor
@@ -32,8 +30,8 @@ class GatedMarkovHead(MarkovHead):
     """A head that takes some of each number of the token's row."""
 
     def __init__(self, vocab: int, draft_vocab: int, rank: int, hidden: int) -> None:
-        super().__init__(vocab, draft_vocab, rank)
-        self.gate_proj = linear(hidden + rank, rank, bias=True)
+        super().__init__(vocab, draft_vocab, rank, hidden)
+        self.gate_proj = nn.Linear(hidden + rank, rank)
 
     def forward(
         self, state: torch.Tensor, previous: torch.Tensor, hidden: torch.Tensor
@@ -47,9 +45,9 @@ class RecurrentMarkovHead(MarkovHead):
     """A head with a gated recurrent state, zero before a block's anchor."""
 
     def __init__(self, vocab: int, draft_vocab: int, rank: int, hidden: int) -> None:
-        super().__init__(vocab, draft_vocab, rank)
+        super().__init__(vocab, draft_vocab, rank, hidden)
         self.state_width = rank
-        self.joint_proj = linear(2 * rank + hidden, 3 * rank, bias=True)
+        self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
     def forward(
         self, state: torch.Tensor, previous: torch.Tensor, hidden: torch.Tensor
@@ -60,7 +58,8 @@ class RecurrentMarkovHead(MarkovHead):
         return gate * state + (1 - gate) * torch.tanh(candidate), self.markov_w2(torch.tanh(output))
 
 
-def make_head(kind: str, vocab: int, draft_vocab: int, rank: int, hidden: int) -> MarkovHead:
-    if kind == "vanilla":
-        return MarkovHead(vocab, draft_vocab, rank)
-    return (GatedMarkovHead if kind == "gated" else RecurrentMarkovHead)(vocab, draft_vocab, rank, hidden)
+MARKOV_HEADS: dict[str, type[MarkovHead]] = {
+    "vanilla": MarkovHead,
+    "gated": GatedMarkovHead,
+    "rnn": RecurrentMarkovHead,
+}
