@@ -9,7 +9,6 @@ drafter (`source`) and the drafter's id for it.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,11 +67,11 @@ Place = tuple[Node, int]
 def tallies(nodes: Sequence[Node], depths: Sequence[int], accepted: Sequence[int]) -> tuple[SourceTally, ...]:
     """Return the tally of each drafter with guesses among the verified `nodes`; `accepted` are the rows of the path."""
     longest: dict[int, int] = {}
-    num_accepted: Counter[int] = Counter()
+    num_accepted: dict[int, int] = {}
     for row, (node, depth) in enumerate(zip(nodes, depths, strict=True), start=1):
-        sources = {source for source, _ in node.keys}
-        longest.update((source, max(depth, longest.get(source, 0))) for source in sources)
-        num_accepted.update(sources if row in accepted else ())
+        for source in {source for source, _ in node.keys}:
+            longest[source] = max(depth, longest.get(source, 0))
+            num_accepted[source] = num_accepted.get(source, 0) + (row in accepted)
     return tuple(SourceTally(source, longest[source], num_accepted[source]) for source in sorted(longest))
 
 
