@@ -17,8 +17,8 @@ from outrider.base.logs import set_up_logs
 from outrider.base.openmp import use_threads
 from outrider.engine.loading.options import EngineOptions, pick_device
 from outrider.engine.mock import MockEngine
-from outrider.engine.throttled import ThrottledEngine, parse_pace
 from outrider.engine.tensor_parallel import RankGroup, join_ranks, run_follower
+from outrider.engine.throttled import ThrottledEngine, parse_pace
 from outrider.engine.vllm.compatibility import installed_version
 from outrider.engine.vllm.core import node_rank, run_ranks
 from outrider.models.hub import locate_safetensors

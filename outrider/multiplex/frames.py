@@ -10,9 +10,11 @@ from outrider.v1 import multiplex_pb2 as pb
 
 WINDOW_BYTES = 256 * 1024  # that a session's stream may have unread
 PART_BYTES = 16 * 1024  # of a message in one frame
-PART_COST = 64  # of the window, besides its bytes: bounds the number of small messages
+PART_COST = 64  # of the window, besides its bytes
+# The same of a message's last part: 32 messages may be on their way. All sessions share one queue in the connection,
+# and with thousands of verdicts in it a new session waited minutes for its first one.
+MESSAGE_COST = 8 * 1024
 MAX_BATCH_BYTES = 64 * 1024
-MAX_WAITING = 2  # batches; with more, what a session sends would come after the backlog of all others
 _FRAME_BYTES = 48  # of a frame besides its content, at most
 
 
@@ -24,8 +26,6 @@ class FrameQueue:
         self._batches = deque([(self.made_at, pb.SessionFrames(window=WINDOW_BYTES))])
         self._room = 0  # bytes, in the last batch
         self._added = asyncio.Event()
-        self._few = asyncio.Event()  # batches wait
-        self._few.set()
         self._closed = False
 
     def add(self, stream: int, size: int = 0) -> pb.SessionFrame:
@@ -34,8 +34,6 @@ class FrameQueue:
         if needed > self._room:
             self._batches.append((time.monotonic(), pb.SessionFrames()))
             self._room = MAX_BATCH_BYTES
-            if len(self._batches) > MAX_WAITING:
-                self._few.clear()
         self._room -= needed
         self._added.set()
         return self._batches[-1][1].frames.add(stream=stream)
@@ -50,15 +48,8 @@ class FrameQueue:
         self.made_at, batch = self._batches.popleft()
         if not self._batches:
             self._room = 0
-        if len(self._batches) <= MAX_WAITING:
-            self._few.set()
         return batch
-
-    async def room(self) -> None:
-        """Wait while many batches wait: sessions take turns to send, however many messages one has."""
-        await self._few.wait()
 
     def close(self) -> None:
         self._closed = True
         self._added.set()
-        self._few.set()

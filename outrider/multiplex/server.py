@@ -177,7 +177,6 @@ class CoordinatorSessions:
                     stream.send(reply.SerializeToString())
                     if stream.num_unsent:
                         await self._read_by_peer(stream)
-                    await self.frames.room()
         except Exception as error:
             _end(stream, as_outrider_error(error))
         else:
