@@ -20,7 +20,6 @@ PRIOR_TREE_ROWS = 2.0
 FORGETTING = 0.02  # of earlier trials, per trial
 SMOOTHING = 0.15
 WAIT_SMOOTHING = 0.4  # of waits: a drafter that stalls costs whole timeouts, so it counts sooner
-RARELY = 0.05  # share of waits
 TIMED_OUT = 0.9  # share of the draft wait timeout from which on a wait counts as timed out
 MAX_FITTED_TOKENS = 256  # larger steps contain prompts, whose cost follows another line
 PRIOR_TOKEN_SHARE = 0.04  # of a step's cost for each further token, until more is measured
@@ -253,11 +252,6 @@ class Estimator:
     def on_shared_cores(self, drafter: BestDrafter | None) -> bool:
         """Return whether verifier and drafter share cores, and the cost of plain steps can be told from others."""
         return drafter is not None and drafter.shares_cores and bool(self._published.rows)
-
-    @property
-    def falls_short(self) -> bool:
-        """Return whether waits have timed out of late with fewer guesses than γ."""
-        return self._shortfall_rate.value > RARELY
 
     @property
     def plain_known(self) -> bool:

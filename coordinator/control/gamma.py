@@ -160,15 +160,6 @@ class Controller:
         if self.plan.gamma and not self._probe_steps_left and self._since_plan > SETTLING:
             self._compare(len(verdict.tokens), ms)
 
-    @property
-    def due(self) -> bool:
-        """Return whether it is time for a choice."""
-        every = DECIDE_EVERY_SETTLED if self._idle or self._since_plan >= SETTLED_AFTER else DECIDE_EVERY
-        pair = self._estimator.pair
-        if self._choice_due or pair.renewed or self._probe_steps_left or self._since_choice >= every:
-            return True
-        return self._fixed_plan is not None and (self._estimator.falls_short or not pair.checked)
-
     def decide(self, drafter: BestDrafter | None) -> VerifySteering | None:
         """Return new steering for the verifier, or None if nothing changes; drafters follow `plan`.
 
@@ -199,13 +190,14 @@ class Controller:
         if drafter is None:
             self._choice_due = True
             return PlanChoice(PLAIN, 0.0, 0.0)
-        if not self.due:
-            return None
-        pair = self._estimator.pair
-        self._plain_steps += DECIDE_EVERY_SETTLED if self._choice_due else self._since_choice
-        self._since_choice, self._choice_due, pair.renewed = 0, False, False
         if self._fixed_plan is not None:
             return self._choose_fixed(self._estimator.conditions(drafter), self._fixed_plan)
+        every = DECIDE_EVERY_SETTLED if self._idle or self._since_plan >= SETTLED_AFTER else DECIDE_EVERY
+        pair = self._estimator.pair
+        if not (self._choice_due or pair.renewed or self._probe_steps_left or self._since_choice >= every):
+            return None
+        self._plain_steps += DECIDE_EVERY_SETTLED if self._choice_due else self._since_choice
+        self._since_choice, self._choice_due, pair.renewed = 0, False, False
         # Drafting ahead on the verifier's own cores slows the verifier.
         ahead = not drafter.shares_cores or self._fixed.ahead
         self._candidates = [plan for plan in self._allowed if ahead or not plan.ahead]

@@ -19,8 +19,7 @@ from outrider.observability.request_context import current
 log = structlog.get_logger(__name__)
 
 BATCH_S = 0.01
-MAX_BATCH_S = 0.5
-_WRITES_PER_S = 500  # of sessions: each takes about 0.15 ms of the event loop that also relays their tokens
+MAX_BATCH_S = 0.5  # with many sessions: writing one takes 0.15 ms of the event loop that relays their tokens too
 RETRY_S = 0.25
 FIRST_WRITE_S = 0.25
 FIRST_WRITE_DOWN_S = 0.05  # while Redis does not answer
@@ -107,7 +106,7 @@ class WriteBehind:
     async def _write_batch(self) -> None:
         async with self._batch:
             batch = list(self._dirty.values())
-            self._pause_s = min(MAX_BATCH_S, max(BATCH_S, len(batch) / _WRITES_PER_S))
+            self._pause_s = min(MAX_BATCH_S, max(BATCH_S, len(batch) / 500))
             self._dirty.clear()
             await asyncio.gather(*(self._update(entry) for entry in batch))
 

@@ -140,10 +140,7 @@ class Drafting:
         best, tokens = self._attached.get(self._selection.best or 0), self._record.tokens
         if best is not None and len(tokens) >= self._text.due:
             self._histories[best.source].read(tokens, best.pair, self._estimator.pair, alone=self._sources == 1)
-        if self.control.due or len(self._attached) > 1:  # one of several may move to the bench or back
-            self._steer()
-        else:
-            self._forward_pass()
+        self._steer()
 
     def receive(self, reply: Refusal | EarlierReply) -> None:
         """Detach the drafter whose guess the verifier refused, or whose projection it lacks; pass earlier states on."""

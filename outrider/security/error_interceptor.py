@@ -102,25 +102,23 @@ def _checked_unary_handler(behaviour: Callable[..., Awaitable[Any]]) -> Callable
 
 def _checked_stream_handler(behaviour: Callable[..., AsyncIterator[Any]], write_timeout_s: float) -> Callable[..., Any]:
     async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        deadline = _WriteDeadline(write_timeout_s)
         try:
             async with contextlib.aclosing(behaviour(_valid(request), context)) as replies:  # type: ignore[type-var]
-                async with deadline.timeout:
-                    async for reply in replies:
-                        deadline.started_at = deadline.now()
-                        await context.write(reply)
-                        deadline.started_at = None
-                return
-        except cygrpc.ExecuteBatchError:
-            log.debug("caller is gone", peer=context.peer())
-            return
+                async for reply in replies:
+                    try:
+                        async with asyncio.timeout(write_timeout_s):
+                            await context.write(reply)
+                    except cygrpc.ExecuteBatchError:
+                        log.debug("caller is gone", peer=context.peer())
+                        return
+                    except TimeoutError:
+                        break
+                else:
+                    return
         except grpc.aio.AbortError:
             raise
         except Exception as error:
-            if not (isinstance(error, TimeoutError) and deadline.timeout.expired()):
-                await abort(context, as_outrider_error(error))
-        finally:
-            deadline.timer.cancel()
+            await abort(context, as_outrider_error(error))
         log.info("stream ended: peer does not read", peer=context.peer(), seconds=write_timeout_s)
         unread = f"the peer has not read its messages for {write_timeout_s:g} s"
         # Unread replies block the status too: gRPC keeps it, and the call ends here.
@@ -129,27 +127,6 @@ def _checked_stream_handler(behaviour: Callable[..., AsyncIterator[Any]], write_
                 await abort(context, Expired(unread, field="write_timeout_s", limit=f"{write_timeout_s:g} s"))
 
     return checked
-
-
-class _WriteDeadline:
-    """Timeout of each write of a stream, with one timer for many writes."""
-
-    def __init__(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        self.timeout = asyncio.timeout(None)
-        self.started_at: float | None = None  # of the write in progress
-        self.now = loop.time
-        self._seconds = seconds
-        self.timer = loop.call_later(seconds, self._check)
-
-    def _check(self) -> None:
-        """End the write if its time is over; otherwise check again when it would be."""
-        now = self.now()
-        over_at = (now if self.started_at is None else self.started_at) + self._seconds
-        if over_at <= now:
-            self.timeout.reschedule(now)
-        else:
-            self.timer = asyncio.get_running_loop().call_at(over_at, self._check)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:

@@ -194,10 +194,7 @@ class GuessTree:
 
     def has_depth(self, depth: int) -> bool:
         """Return whether the tree holds a chain of this length."""
-        level = [self._root]
-        for _ in range(depth):
-            level = [child for node in level for child in node.children.values()]
-        return bool(level)
+        return self.depth >= depth
 
     @property
     def depth(self) -> int:
@@ -232,12 +229,11 @@ class GuessTree:
     def _check_ids(self, guess: Guess) -> None:
         if not guess.tokens:
             return
-        highest = self._highest.get(guess.source, 0)
         if guess.first_id < 1:
             raise InvalidRequest.of("guess.first_id", guess.first_id, "at least 1")
         if guess.parent >= guess.first_id:
             raise InvalidRequest.of("guess.parent", guess.parent, f"below first_id {guess.first_id}")
-        self._highest[guess.source] = max(highest, guess.first_id + len(guess.tokens) - 1)
+        self._highest[guess.source] = max(self._highest.get(guess.source, 0), guess.first_id + len(guess.tokens) - 1)
 
     def _keep_committed(self, key: NodeKey, position: int) -> None:
         self._committed_guesses[key] = position

@@ -81,10 +81,10 @@ async def test_a_reader_that_stops_bounds_what_is_sent() -> None:
     assert not await taken(back), "no credit for what nobody has read"
     while receiver._unread:
         await receiver.read()
-    credits = [frame.credit for frame in await taken(back)]
-    assert credits
-    assert min(credits) >= WINDOW_BYTES // 2
-    assert sum(credits) <= len(sent) * (1 + MESSAGE_COST)
+    credited = [frame.credit for frame in await taken(back)]
+    assert credited
+    assert min(credited) >= WINDOW_BYTES // 2
+    assert sum(credited) <= len(sent) * (1 + MESSAGE_COST)
 
 
 async def test_a_peer_that_ignores_its_window_is_found_out() -> None:
