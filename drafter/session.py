@@ -127,8 +127,7 @@ class DraftSession:
                 sent_at = time.monotonic()
                 yield guess
             await self._changed.wait()
-            if (soon := sent_at + MESSAGE_S - time.monotonic()) > 0:
-                await asyncio.sleep(soon)
+            await asyncio.sleep(sent_at + MESSAGE_S - time.monotonic())
 
     def next_message(self) -> Guess | None:
         """Return the next guess to send; an empty one: the verifier need not wait for more at this position."""

@@ -67,5 +67,5 @@ def test_options_are_refused_before_a_download(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_mock_engine_has_a_pace(tmp_path: Path) -> None:
-    service = build(VerifierSettings(engine="mock", pace="1:25"), tmp_path, print)
+    service = build(VerifierSettings(engine="mock", pace="1:25"), tmp_path, print, None)
     assert isinstance(service._target._engine, ThrottledEngine)  # type: ignore[attr-defined]
