@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -119,13 +120,14 @@ class DraftSession:
 
     async def messages(self) -> AsyncIterator[Guess]:
         """Yield guesses until the session is closed. What waits is joined to fewer messages, or pruned by a commit."""
+        sent_at = 0.0
         while not self.closed:
+            self._changed.clear()
             if (guess := self.next_message()) is not None:
+                sent_at = time.monotonic()
                 yield guess
-                await asyncio.sleep(MESSAGE_S)
-            else:
-                self._changed.clear()
-                await self._changed.wait()
+            await self._changed.wait()
+            await asyncio.sleep(sent_at + MESSAGE_S - time.monotonic())
 
     def next_message(self) -> Guess | None:
         """Return the next guess to send; an empty one: the verifier need not wait for more at this position."""
@@ -179,6 +181,5 @@ class DraftSession:
 
     @property
     def wants_more(self) -> bool:
-        if self._exhausted or self.depth <= 0 or self._budget <= 0:
-            return False
-        return self.open_guesses.guess.shape.depth < self.depth or (self.eager and self._branches > 1)
+        open_depth, useful = self.open_guesses.guess.shape.depth, not self._exhausted and self._budget > 0
+        return useful and self.depth > 0 and (open_depth < self.depth or (self.eager and self._branches > 1))

@@ -18,6 +18,7 @@ from outrider.base.openmp import use_threads
 from outrider.engine.loading.options import EngineOptions, pick_device
 from outrider.engine.mock import MockEngine
 from outrider.engine.tensor_parallel import RankGroup, join_ranks, run_follower
+from outrider.engine.throttled import ThrottledEngine, parse_pace
 from outrider.engine.vllm.compatibility import installed_version
 from outrider.engine.vllm.core import node_rank, run_ranks
 from outrider.models.hub import locate_safetensors
@@ -44,9 +45,9 @@ def build(
     if settings.selected_engine == "mock":
         log.warning("mock engine selected: no model, for measuring overhead only")
         mock = MockEngine()
-        return VerifierService(
-            EngineTarget(mock), mock.vocabulary, mock.save_tokenizer(scratch), settings, tracing=tracing
-        )
+        engine = ThrottledEngine(mock, parse_pace(settings.pace)) if settings.pace else mock
+        files = mock.save_tokenizer(scratch)
+        return VerifierService(EngineTarget(engine), mock.vocabulary, files, settings, tracing=tracing)
     if runs_on_vllm(settings):
         return build_on_vllm(settings, scratch, progress, tracing)
     loaded = load(settings, progress, rank_group)

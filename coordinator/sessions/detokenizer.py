@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _CONTEXT = 6  # prompt tokens that are decoded together with the first output token
 _MAX_CONTEXT = 64  # where the prompt ends in byte tokens
@@ -50,8 +50,7 @@ class Detokeniser:
         return new
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """Text that one token adds to the output; `stop` is the stop string that it completed."""
 
     text: str

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from itertools import repeat
+from typing import NamedTuple
 
 from coordinator.sessions.detokenizer import TextPiece, TextStream
 from outrider.protocol.speculation import TokenKind, TokenLogprobs
@@ -13,8 +13,7 @@ from outrider.protocol.speculation import TokenKind, TokenLogprobs
 MAX_READ = 512  # tokens that a client gets at once, so that a slow one needs no buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """One output token as clients receive it."""
 
     token: int

@@ -10,8 +10,11 @@ from outrider.v1 import multiplex_pb2 as pb
 
 WINDOW_BYTES = 256 * 1024  # that a session's stream may have unread
 PART_BYTES = 16 * 1024  # of a message in one frame
-PART_COST = 64  # of the window, besides its bytes: bounds the number of small messages
-MAX_BATCH_BYTES = 32 * 1024
+PART_COST = 64  # of the window, besides its bytes
+# The same of a message's last part: 32 messages may be on their way. All sessions share one queue in the connection,
+# and with thousands of verdicts in it a new session waited minutes for its first one.
+MESSAGE_COST = 8 * 1024
+MAX_BATCH_BYTES = 64 * 1024
 _FRAME_BYTES = 48  # of a frame besides its content, at most
 
 

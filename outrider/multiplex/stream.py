@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from outrider.multiplex.frames import MAX_BATCH_BYTES, PART_BYTES, PART_COST, WINDOW_BYTES, FrameQueue
+from outrider.multiplex.frames import MAX_BATCH_BYTES, MESSAGE_COST, PART_BYTES, PART_COST, WINDOW_BYTES, FrameQueue
 from outrider.protocol.errors import InvalidRequest
 from outrider.v1 import multiplex_pb2 as pb
 
@@ -100,7 +100,7 @@ class MultiplexedStream:
             _resolve(self._blocked)
 
     def _send_part(self, part: bytes, more: bool) -> None:
-        self._window -= len(part) + PART_COST
+        self._window -= len(part) + (PART_COST if more else MESSAGE_COST)
         frame = self._frames.add(self.number, len(part))
         frame.payload = part
         if more:
@@ -152,7 +152,7 @@ class MultiplexedStream:
             raise InvalidRequest.of("frame.payload", f"{len(part)} bytes", f"at most {PART_BYTES}")
         if more and len(part) != PART_BYTES:
             raise InvalidRequest.of("frame.payload", f"{len(part)} bytes", f"{PART_BYTES}, as the message continues")
-        cost = len(part) + PART_COST
+        cost = len(part) + (PART_COST if more else MESSAGE_COST)
         self._peer_window -= cost
         if self.end_sent:
             return  # late

@@ -9,7 +9,6 @@ drafter (`source`) and the drafter's id for it.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,11 +67,11 @@ Place = tuple[Node, int]
 def tallies(nodes: Sequence[Node], depths: Sequence[int], accepted: Sequence[int]) -> tuple[SourceTally, ...]:
     """Return the tally of each drafter with guesses among the verified `nodes`; `accepted` are the rows of the path."""
     longest: dict[int, int] = {}
-    num_accepted: Counter[int] = Counter()
+    num_accepted: dict[int, int] = {}
     for row, (node, depth) in enumerate(zip(nodes, depths, strict=True), start=1):
-        sources = {source for source, _ in node.keys}
-        longest.update((source, max(depth, longest.get(source, 0))) for source in sources)
-        num_accepted.update(sources if row in accepted else ())
+        for source in {source for source, _ in node.keys}:
+            longest[source] = max(depth, longest.get(source, 0))
+            num_accepted[source] = num_accepted.get(source, 0) + (row in accepted)
     return tuple(SourceTally(source, longest[source], num_accepted[source]) for source in sorted(longest))
 
 
@@ -195,10 +194,7 @@ class GuessTree:
 
     def has_depth(self, depth: int) -> bool:
         """Return whether the tree holds a chain of this length."""
-        level = [self._root]
-        for _ in range(depth):
-            level = [child for node in level for child in node.children.values()]
-        return bool(level)
+        return self.depth >= depth
 
     @property
     def depth(self) -> int:
@@ -233,12 +229,11 @@ class GuessTree:
     def _check_ids(self, guess: Guess) -> None:
         if not guess.tokens:
             return
-        highest = self._highest.get(guess.source, 0)
         if guess.first_id < 1:
             raise InvalidRequest.of("guess.first_id", guess.first_id, "at least 1")
         if guess.parent >= guess.first_id:
             raise InvalidRequest.of("guess.parent", guess.parent, f"below first_id {guess.first_id}")
-        self._highest[guess.source] = max(highest, guess.first_id + len(guess.tokens) - 1)
+        self._highest[guess.source] = max(self._highest.get(guess.source, 0), guess.first_id + len(guess.tokens) - 1)
 
     def _keep_committed(self, key: NodeKey, position: int) -> None:
         self._committed_guesses[key] = position

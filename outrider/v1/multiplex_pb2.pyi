@@ -14,7 +14,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class SessionFrames(google.protobuf.message.Message):
-    """A batch of frames. The first batch of each side states its window and has no frames. Later ones are at most 32 KiB."""
+    """A batch of frames. The first batch of each side states its window and has no frames. Later ones are at most 64 KiB."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -54,9 +54,9 @@ class SessionFrame(google.protobuf.message.Message):
     stream: builtins.int
     """counted by the coordinator: 1, 2, ..."""
     payload: builtins.bytes
-    """a serialised message, or at most 16 KiB of one. It costs its size and 64 bytes of the"""
+    """a serialised message, or at most 16 KiB of one. It costs its size of the window and 64"""
     more: builtins.bool
-    """window. A sender sends while it has any left
+    """bytes, or 8 KiB if it ends a message. A sender sends while it has any left
     the message continues in the stream's next payload
     """
     credit: builtins.int

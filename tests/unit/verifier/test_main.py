@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from outrider.base.config import command
 from outrider.engine.loading import selection
+from outrider.engine.throttled import ThrottledEngine
 from outrider.protocol.errors import StartupError
 from outrider.settings.verifier import VerifierSettings
 from tests.conftest import Models
@@ -63,3 +64,8 @@ def test_options_are_refused_before_a_download(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(StartupError, match="int8"):
         follow(VerifierSettings(engine="vllm", quantization="int8"), 1)
+
+
+def test_the_mock_engine_has_a_pace(tmp_path: Path) -> None:
+    service = build(VerifierSettings(engine="mock", pace="1:25"), tmp_path, print, None)
+    assert isinstance(service._target._engine, ThrottledEngine)  # type: ignore[attr-defined]

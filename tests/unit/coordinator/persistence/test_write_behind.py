@@ -159,3 +159,18 @@ async def test_a_session_that_begins_while_redis_seems_away_is_in_it_if_it_answe
     store.up = False
     await write_behind.write_first(entry_of("in between"))
     assert "in between" in store.known
+
+
+async def test_many_sessions_are_written_less_often() -> None:
+    """Writing takes time of the event loop that relays their tokens."""
+    store = SlowStore(0.0)
+    write_behind = journal_over(store)
+    running = asyncio.create_task(write_behind.run())
+    entries = [entry_of(str(number)) for number in range(100)]
+    for _ in range(30):
+        for entry in entries:
+            grow(entry)
+            write_behind.mark_changed(entry)
+        await asyncio.sleep(0.02)
+    running.cancel()
+    assert len(entries) < store.writes <= 6 * len(entries)

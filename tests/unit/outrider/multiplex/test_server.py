@@ -13,6 +13,7 @@ from outrider.multiplex.server import CoordinatorSessions, Handler
 from outrider.protocol.errors import InvalidRequest
 from outrider.settings.verifier import VerifierSettings
 from outrider.v1 import multiplex_pb2 as pb
+from outrider.v1 import verifier_pb2 as verify
 
 
 async def until_the_peer_ends(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
@@ -78,4 +79,42 @@ async def test_a_session_is_cancelled_once() -> None:
     assert sessions.failure is None
     assert cancelled == 1
     cleaned.set()
+    await sessions.cancel()
+
+
+async def test_a_new_session_does_not_wait_for_the_backlog_of_others() -> None:
+    """However slow the peer is, those that always have something to send leave only a few messages in its way."""
+    num_sessions, late = 50, 51
+
+    async def endless(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        while True:
+            yield verify.FileChunk(data=b"x" * 1000)
+            await asyncio.sleep(0)
+
+    sessions = make_sessions(endless)
+
+    async def slow_peer() -> int:
+        """Read a batch now and then; return the number of messages before the first one of the late session."""
+        others = 0
+        while (batch := await sessions.frames.next()) is not None:
+            for frame in batch.frames:
+                if frame.stream == late:
+                    return others
+                others += frame.HasField("payload") and late in sessions._streams
+            for _ in range(200):
+                await asyncio.sleep(0)
+        raise AssertionError("the late session sends something")
+
+    async def batches() -> AsyncIterator[pb.SessionFrames]:
+        yield pb.SessionFrames(window=WINDOW_BYTES)
+        yield pb.SessionFrames(frames=map(opened, range(1, num_sessions + 1)))
+        for _ in range(2000):
+            await asyncio.sleep(0)
+        yield pb.SessionFrames(frames=[opened(late)])
+        await asyncio.Event().wait()
+
+    receiving = asyncio.create_task(sessions.receive(batches()))
+    assert await slow_peer() <= num_sessions * 33
+    receiving.cancel()
+    await asyncio.gather(receiving, return_exceptions=True)
     await sessions.cancel()
