@@ -104,8 +104,7 @@ $(VLLM_STAMP): $(VLLM_PACKAGES)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-vllm: $(VLLM_STAMP)  ## Tests of the verifier on vLLM, in an environment of their own: both of its runners at once.
-	@+$(MAKE) --no-print-directory --jobs 2 --output-sync=target vllm-v1 vllm-v2
+vllm: vllm-v1 vllm-v2  ## Tests of the verifier on vLLM, on both of its runners, in an environment of their own.
 
 vllm-v1: $(VLLM_STAMP)
 	@$(VLLM_TESTS) $(call SHOW_CRASH,v1)
