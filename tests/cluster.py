@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,16 +75,24 @@ async def until_async(condition: Callable[[], Awaitable[Any]], seconds: float, w
     return value
 
 
+def ports_of_this_worker() -> Iterator[int]:
+    """Yield ports below the kernel's range for outgoing connections, each once and none that other workers yield."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % workers
+    ports = range(15_000 + worker, 32_000, workers)
+    yield from random.sample(ports, len(ports))
+
+
+_PORTS = ports_of_this_worker()
+
+
 def free_port() -> int:
-    """Return a port below the kernel's range for outgoing connections, so that it is still free at a restart."""
-    while True:
-        port = random.randrange(15_000, 32_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+    """Return a port that is free, now and at a restart."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
+    raise AssertionError("every port was given out")
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -6,12 +6,17 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from outrider.testing.toy_models import make_model
 from tests.cluster import Cluster
+
+settings.register_profile("outrider", deadline=None)  # its default measures other programs' load, too
+settings.load_profile("outrider")
 
 _TESTS = Path(__file__).parent
 _REAL = ("contract", "e2e", "prove")
@@ -58,6 +63,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.full)
         if item.path.parent.name in _REAL and inspect.iscoroutinefunction(getattr(item, "function", None)):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return what chooses the next file of each worker of `pytest -n`."""
+    from tests.parallel import RealBesideComputing
+
+    config.option.loadscopereorder = False
+    return RealBesideComputing(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -57,7 +57,7 @@ VOCAB = 257
 @pytest.fixture(scope="session")
 def crash() -> int:
     """Return a file that make shows after a crash. It stays open, for libraries crash after the last test, too."""
-    return os.open(Path(sys.prefix) / "crash.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    return os.open(Path(sys.prefix) / f"crash-{RUNNER}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
 
 @pytest.fixture(autouse=True)
