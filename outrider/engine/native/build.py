@@ -82,14 +82,13 @@ def compile_for(march: str, into: Path, *flags: str) -> Path:
     with tempfile.TemporaryDirectory(dir=into) as scratch:
         sources = sorted(_FOLDER.glob("*.c"))
         # Linked without OpenMP: torch has loaded its library already, and two thread pools would compete.
-        commands = (
-            [compiler, *_FLAGS, *flags, f"-march={march}", "-c", *map(str, sources)],
-            [compiler, "-shared", *(f"{source.stem}.o" for source in sources), "-o", "kernels.so", "-lm"],
-        )
-        for command in commands:
-            done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise NoCompiler(f"{compiler} failed: {done.stderr.strip()[:500]}")
+        side_by_side = [[compiler, *_FLAGS, *flags, f"-march={march}", "-c", str(source)] for source in sources]
+        link = [compiler, "-shared", *(f"{source.stem}.o" for source in sources), "-o", "kernels.so", "-lm"]
+        for commands in (side_by_side, [link]):
+            running = [subprocess.Popen(each, cwd=scratch, stderr=subprocess.PIPE, text=True) for each in commands]
+            errors = [process.communicate()[1] for process in running]
+            if failed := [error for process, error in zip(running, errors, strict=True) if process.returncode]:
+                raise NoCompiler(f"{compiler} failed: {failed[0].strip()[:500]}")
         Path(scratch, "kernels.so").rename(target)  # atomic: several processes may compile at once
     return target
 
