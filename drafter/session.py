@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -120,14 +119,13 @@ class DraftSession:
 
     async def messages(self) -> AsyncIterator[Guess]:
         """Yield guesses until the session is closed. What waits is joined to fewer messages, or pruned by a commit."""
-        sent_at = 0.0
         while not self.closed:
-            self._changed.clear()
             if (guess := self.next_message()) is not None:
-                sent_at = time.monotonic()
                 yield guess
-            await self._changed.wait()
-            await asyncio.sleep(sent_at + MESSAGE_S - time.monotonic())
+                await asyncio.sleep(MESSAGE_S)
+            else:
+                self._changed.clear()
+                await self._changed.wait()
 
     def next_message(self) -> Guess | None:
         """Return the next guess to send; an empty one: the verifier need not wait for more at this position."""

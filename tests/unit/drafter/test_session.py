@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -513,3 +514,14 @@ async def test_messages_are_paced() -> None:
         session.add_guess(answer(session, 7, parents=(-1,)), 100)
     assert 10 < count <= (time.monotonic() - started) / MESSAGE_S + 1
     assert MESSAGE_S > 1 / 2000
+
+
+async def test_a_guess_below_gamma_is_followed_by_an_empty_one_without_another_event() -> None:
+    """Else the verifier waits for its whole timeout for guesses that do not come."""
+    session = opened(gamma=4)
+    session.next_request()
+    session.add_guess(answer(session, 7, done=True), 100)
+    messages = session.messages()
+    found = [await asyncio.wait_for(anext(messages), 1.0) for _ in range(2)]
+    assert [guess.tokens for guess in found] == [(7,), ()]
+    await messages.aclose()
