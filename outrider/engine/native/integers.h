@@ -11,6 +11,7 @@
 #include "formats.h"
 
 #define PAIRS 16 /* of inputs in a block: inputs j and j + 4 of every eight */
+#define SLICE (4 * MAX_ROWS)
 
 typedef int16_t words __attribute__((vector_size(4 * LANES)));
 
@@ -153,20 +154,21 @@ INLINE void few_rows(const int kind, const int rows, const Stream *from, const R
 #define MORE_ROWS
 #endif
 
-/* A thread's share: outputs from `first` on, two streams at a time. */
-INLINE void multiply(const int kind, const Linear *linear, const Rounded *rounded, int together, long first, long end,
+INLINE void few_rows_of(const int kind, int rows, const Stream *from, const Rounded *x, int together, int blocks, float *out) {
+    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) MORE_ROWS }
+}
+
+/* A thread's share of some rows: outputs from `first` on, two streams at a time. */
+INLINE void multiply(const int kind, const Linear *linear, const Rounded *x, int together, int rows, long first, long end,
                      float *y, long y_stride, int add) {
-    const int blocks = blocks_of(linear), parts = (together + MAX_ROWS - 1) / MAX_ROWS;
+    const int blocks = blocks_of(linear), parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
     float out[MAX_ROWS * 2 * LANES] __attribute__((aligned(64)));
     for (long output = first; output < end; output += 2 * LANES) {
         Stream from[] = {stream_of(kind, linear, output, blocks), stream_of(kind, linear, output + LANES, blocks)};
-        for (int part = 0, start = 0, rows; part < parts; part++, start += rows) {
-            const Rounded *x = rounded + start;
-            rows = (together - start) / (parts - part);
-            switch (rows) {
-            ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) MORE_ROWS
-            }
-            for (int r = 0; r < rows; r++)
+        for (int part = 0, start = 0, some; part < parts; part++, start += some) {
+            some = (rows - start) / (parts - part);
+            few_rows_of(kind, some, from, x + start, together, blocks, out);
+            for (int r = 0; r < some; r++)
                 finish_outputs(linear, output, 2 * LANES, out + r * 2 * LANES, y + (start + r) * y_stride + output, add);
         }
     }
@@ -188,14 +190,17 @@ void PRODUCT(const Linear *linear, const float *x, int rows, float *y, long y_st
         for (int r = 0; r < rows; r++) ROUND_ROW(r);
     }
     const long first = panels * thread / threads * 32, end = panels * (thread + 1) / threads * 32;
+    for (int r = 0; r < rows; r += SLICE) { /* so many rows stay in the second-level cache while all weights pass */
+        const int some = rows - r < SLICE ? rows - r : SLICE;
 #define MULTIPLY(kind) \
-    case kind: multiply(kind, linear, rounded, rows, first, end, y, y_stride, add); break;
-    switch (linear->kind) {
-        MULTIPLY(NIBBLES)
-        MULTIPLY(BYTES)
-        MULTIPLY(NIBBLES_K)
-        MULTIPLY(FIVE_K)
-        MULTIPLY(SIX_K)
+    case kind: multiply(kind, linear, rounded + r, rows, some, first, end, y + r * y_stride, y_stride, add); break;
+        switch (linear->kind) {
+            MULTIPLY(NIBBLES)
+            MULTIPLY(BYTES)
+            MULTIPLY(NIBBLES_K)
+            MULTIPLY(FIVE_K)
+            MULTIPLY(SIX_K)
+        }
     }
 #pragma omp barrier
 }
