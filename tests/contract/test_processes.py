@@ -254,7 +254,7 @@ def test_an_engine_that_cannot_run_ends_the_start(models: Models) -> None:
     target = ("--target", str(models.target), "--device", "cpu")
     assert_told(run("verifier", *target, "--engine", "cuda"), 1, "engine cuda cannot run", "on cpu")
     assert_told(run("verifier", *target, "--engine", "native", "--dtype", "float16"), 1, "weights in float16")
-    assert_told(run("verifier", *target, OUTRIDER_COMPILE="off"), 1, "OUTRIDER_COMPILE")
+    assert_told(run("verifier", *target, OUTRIDER_COMPILE="off"), 2, "OUTRIDER_COMPILE")
     assert_told(run("verifier", *target, "--engine", "quick"), 2, "--engine")
 
 
