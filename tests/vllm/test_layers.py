@@ -100,6 +100,33 @@ def bloom(folder: Path) -> Path:
     return folder
 
 
+async def test_a_prefix_that_was_cached_without_states_is_computed_again(
+    capturing: tuple[VllmTarget, LoadedCore], target: Path
+) -> None:
+    """From the last window on, for the session that asks first. The states before it are gone, and kept after it."""
+    prompt, spec = [(7 * i + 3) % 251 for i in range(400)], StateSpec(layers=LAYERS, number=1)
+    window, loop = (len(prompt) - PROMPT_WINDOW) // 32 * 32, loop_over(capturing[0])
+    params = SamplingParams(seed=1, max_tokens=4, temperature=0.0)
+
+    def request(name: str, salt: str, *specs: StateSpec) -> Request:
+        return Request(name, prompt, params, salt=salt, states=StateSpecs(specs))
+
+    sessions = [
+        request("plain", "shared"),
+        request("first", "shared", spec),
+        request("second", "shared", spec),
+        request("computed", "of its own", spec),
+    ]
+    for each in sessions:
+        await run(loop, [each])
+    cached = [each.verdicts[0].timings.cached_tokens for each in sessions]
+    assert cached == [0, window, len(prompt) // 32 * 32, 0]
+    first, second, computed = map(rows_of, sessions[1:])
+    assert len(computed) == PROMPT_WINDOW + 3
+    for found in (first, second):
+        assert torch.allclose(found, computed, rtol=0, atol=2e-2)
+
+
 async def test_layers_that_are_not_captured_are_refused(capturing: tuple[VllmTarget, LoadedCore], target: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"\[2, 3, 6\], its --state-layers"):
         capturing[0].projections.check(StateSpec(layers=(2, 4)))
@@ -150,30 +177,3 @@ async def test_a_published_drafter_reads_them(
                         output = await home.answer(gamma=4, temperature=0.0, max_tokens=LENGTH)
                         assert output.token_ids == plain.token_ids
                         accepted += output.stats.accepted_tokens
-
-
-async def test_a_prefix_that_was_cached_without_states_is_computed_again(
-    capturing: tuple[VllmTarget, LoadedCore], target: Path
-) -> None:
-    """From the last window on, for the session that asks first. The states before it are gone, and kept after it."""
-    prompt, spec = [(7 * i + 3) % 251 for i in range(400)], StateSpec(layers=LAYERS, number=1)
-    window, loop = (len(prompt) - PROMPT_WINDOW) // 32 * 32, loop_over(capturing[0])
-    params = SamplingParams(seed=1, max_tokens=4, temperature=0.0)
-
-    def request(name: str, salt: str, *specs: StateSpec) -> Request:
-        return Request(name, prompt, params, salt=salt, states=StateSpecs(specs))
-
-    sessions = [
-        request("plain", "shared"),
-        request("first", "shared", spec),
-        request("second", "shared", spec),
-        request("computed", "of its own", spec),
-    ]
-    for each in sessions:
-        await run(loop, [each])
-    cached = [each.verdicts[0].timings.cached_tokens for each in sessions]
-    assert cached == [0, window, len(prompt) // 32 * 32, 0]
-    first, second, computed = map(rows_of, sessions[1:])
-    assert len(computed) == PROMPT_WINDOW + 3
-    for found in (first, second):
-        assert torch.allclose(found, computed, rtol=0, atol=2e-2)
