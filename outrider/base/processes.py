@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
-    """Make the kernel send a signal to this new child when its parent dies, in whatever way. Linux only."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, by)
+def ending_with_parent(by: signal.Signals = signal.SIGTERM) -> Callable[[], None]:
+    """Return what a new child calls so that the kernel sends it a signal when this process dies, in whatever way.
+
+    Linux only.
+    """
+    parent = os.getpid()
+
+    def end_with_parent() -> None:
+        if _LIBC is not None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, by)
+            if os.getppid() != parent:  # it died first
+                os.kill(os.getpid(), by)
+
+    return end_with_parent
 
 
 def end_on_signals() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.base.config import PREFIX, redis_url
-from outrider.base.processes import end_with_parent
+from outrider.base.processes import ending_with_parent
 from outrider.client.sync import Client
 from outrider.launch.authority import make_certificate
 from outrider.launch.services import KINDS, Overrides, ServiceSpec, check_services, make_services
@@ -213,7 +213,7 @@ class Stack:
                 text=True,
                 env=environment | child.secrets,
                 start_new_session=True,  # Ctrl-C reaches only this process, which stops them in order
-                preexec_fn=end_with_parent,
+                preexec_fn=ending_with_parent(),
             )
         threading.Thread(target=self._listen, args=(child, child.process), daemon=True).start()
 

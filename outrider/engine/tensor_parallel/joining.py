@@ -9,13 +9,12 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from outrider.base.config import PREFIX, WorkerSettings
-from outrider.base.processes import end_with_parent
+from outrider.base.processes import ending_with_parent
 from outrider.engine.tensor_parallel.ranks import RankGroup
 from outrider.protocol.errors import StartupError
 
@@ -66,7 +65,7 @@ def _started(size: int, settings: WorkerSettings, command: Sequence[str], folder
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches rank 0 alone
                 # Ranks ignore SIGTERM. Where there is no such signal, the connection breaks later.
-                preexec_fn=partial(end_with_parent, signal.SIGKILL),
+                preexec_fn=ending_with_parent(signal.SIGKILL),
             )
         )
     return RankGroup(0, size, _device(settings.device, 0), rendezvous, started)

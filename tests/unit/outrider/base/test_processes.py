@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from outrider.base.processes import end_on_signals
+
+# A process that is orphaned between its start and the call, and one whose parent dies after it; both then say "alive".
+ORPHANS = """
+import os, signal, sys, time
+from outrider.base.processes import ending_with_parent
+if os.fork() == 0:
+    parent, end_with_parent = os.getpid(), ending_with_parent(signal.SIGKILL)
+    if os.fork() == 0:
+        if sys.argv[1] == "after":
+            end_with_parent()
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        if sys.argv[1] == "before":
+            end_with_parent()
+        print("alive")
+    elif sys.argv[1] == "after":
+        time.sleep(1.0)
+else:
+    os.wait()
+"""
 
 
 @pytest.fixture
@@ -39,3 +61,10 @@ def test_nohup_means_it(handlers: Callable[[int], None]) -> None:
     handlers(signal.SIGHUP)
     with pytest.raises(KeyboardInterrupt):
         handlers(signal.SIGTERM)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
+@pytest.mark.parametrize("death", ["before", "after"])
+def test_a_child_ends_whenever_its_parent_dies(death: str) -> None:
+    done = subprocess.run([sys.executable, "-c", ORPHANS, death], stdout=subprocess.PIPE, timeout=30, check=True)
+    assert done.stdout == b""
