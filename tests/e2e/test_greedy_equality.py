@@ -13,7 +13,7 @@ from tests.cluster import Cluster, Output, ask, generate_all
 from tests.conftest import Models
 from tests.e2e.prompts import mixed
 
-NUM_PROMPTS = 40  # of every kind that `mixed` has
+PROMPTS = mixed(40)  # of every kind that it has
 MAX_TOKENS = 128
 DRAFTERS = ("model", "ngram")
 GAMMAS = (1, 2, 4, 8)
@@ -25,13 +25,19 @@ def ignores_eos(index: int) -> bool:
     return index % 2 == 0
 
 
-@pytest.fixture(scope="module")
-def reference(models: Models) -> list[list[int]]:
+@pytest.fixture(params=[PROMPTS[::3], pytest.param(PROMPTS, marks=pytest.mark.prove)], ids=["some", "all"])
+def prompts(request: pytest.FixtureRequest) -> list[str]:
+    found: list[str] = request.param
+    return found
+
+
+@pytest.fixture
+def reference(models: Models, prompts: list[str]) -> list[list[int]]:
     """What transformers itself makes of the prompts, one at a time, in fp32."""
     tokenizer = AutoTokenizer.from_pretrained(models.target)
     target = LlamaForCausalLM.from_pretrained(models.target, dtype=torch.float32, attn_implementation="eager").eval()
     outputs = []
-    for index, prompt in enumerate(mixed(NUM_PROMPTS)):
+    for index, prompt in enumerate(prompts):
         target.generation_config.eos_token_id = None if ignores_eos(index) else tokenizer.eos_token_id
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         made = target.generate(
@@ -46,8 +52,9 @@ def reference(models: Models) -> list[list[int]]:
 
 
 @pytest.mark.timeout(400)
-async def test_greedy_text_is_transformers_own(cluster: Cluster, reference: list[list[int]]) -> None:
-    prompts = mixed(NUM_PROMPTS)
+async def test_greedy_text_is_transformers_own(
+    cluster: Cluster, prompts: list[str], reference: list[list[int]]
+) -> None:
     started = time.monotonic()
     ways = [(0, "")] + [(gamma, drafter) for drafter in DRAFTERS for gamma in GAMMAS]
     requests = [
@@ -66,7 +73,7 @@ async def test_greedy_text_is_transformers_own(cluster: Cluster, reference: list
     print(f"{sum(len(output.token_ids) for output in outputs)} tokens in {time.monotonic() - started:.0f} s")
     accepted = dict.fromkeys(DRAFTERS, 0)
     for number, (gamma, drafter) in enumerate(ways):
-        made = outputs[number * NUM_PROMPTS : (number + 1) * NUM_PROMPTS]
+        made = outputs[number * len(prompts) : (number + 1) * len(prompts)]
         for index, output in enumerate(made):
             assert output.token_ids == reference[index], f"γ {gamma}, {drafter or 'plain'}, prompt {prompts[index]!r}"
             check_consistent(output, gamma)
