@@ -205,13 +205,13 @@ class Estimator:
         self.pair = PairEstimate(positions)
         self._network_ms = DecayedMean(SMOOTHING)
         self._timeout_rate = DecayedMean(WAIT_SMOOTHING, 0.0)
-        self._shortfall_rate = DecayedMean(WAIT_SMOOTHING, 0.0)  # waits that timed out with fewer guesses than γ
+        self.shortfall_rate = DecayedMean(WAIT_SMOOTHING, 0.0)  # waits that timed out with fewer guesses than γ
         self._cost = CostLine()
         self.attach_verifier(UNKNOWN_COST)
 
     def attach_verifier(self, published: CostCurve, sessions: int = 0) -> None:
         """Start from the cost curve and the number of sessions that a verifier reports."""
-        self._published = published
+        self._published, self.pair.renewed = published, True
         self._slowdown = DecayedMean(SMOOTHING)  # measured step time over the published one
         self._plain_slowdown: deque[float] = deque(maxlen=WINDOW)  # the same of plain steps, on shared cores
         self._steps = 0  # on this verifier
@@ -242,7 +242,7 @@ class Estimator:
         if in_vain or verdict.proposed:
             self._timeout_rate.add(in_vain)
         if waited:  # a conforming drafter with fewer guesses reports that, which ends the wait before its timeout
-            self._shortfall_rate.add(timed_out and verdict.proposed < plan.gamma)
+            self.shortfall_rate.add(timed_out and verdict.proposed < plan.gamma)
         return in_vain
 
     def on_shared_cores(self, drafter: BestDrafter | None) -> bool:
@@ -297,7 +297,7 @@ class Estimator:
             nodes_per_level=pair.nodes_per_level.value,
             level_ms=drafter.level_ms,
             timeout_rate=self._timeout_rate.value,
-            shortfall_rate=self._shortfall_rate.value,
+            shortfall_rate=self.shortfall_rate.value,
             throughput_ratios=pair.ratios.by_mode(),
             shares_cores=self.on_shared_cores(drafter),
             shared=self.shared,

@@ -28,6 +28,7 @@ from coordinator.control.throughput_model import (
 )
 from outrider.protocol.speculation import MAX_GAMMA, Verdict, VerifySteering
 
+RARE_SHORTFALL_RATE = 0.05  # above it a fixed γ is checked after each verdict
 MAX_SHORTFALL_RATE = 0.9  # above it even a fixed γ is not waited for,
 RETRY_AFTER = 16  # except for one step after this many verdicts, doubled each time
 RETRY_AFTER_MAX = 512
@@ -171,6 +172,15 @@ class Controller:
         if self.plan.gamma and not self._probe_steps_left and self._since_plan > SETTLING:
             self._compare(len(verdict.tokens), ms)
 
+    @property
+    def due(self) -> bool:
+        """Return whether it is time for a choice."""
+        every = DECIDE_EVERY_SETTLED if self._idle or self._since_plan >= SETTLED_AFTER else DECIDE_EVERY
+        every = DECIDE_EVERY_RESTING if self.resting else every
+        short = self._estimator.shortfall_rate.value > RARE_SHORTFALL_RATE or not self.wait_timeout_ms
+        now = self._choice_due or self._estimator.pair.renewed or self._probe_steps_left > 0
+        return now or self._since_choice >= every or (short and self._fixed_plan is not None)
+
     def decide(self, drafter: BestDrafter | None) -> VerifySteering | None:
         """Return new steering for the verifier, or None if nothing changes; drafters follow `plan`.
 
@@ -201,15 +211,13 @@ class Controller:
         if drafter is None:
             self._choice_due = True
             return PlanChoice(PLAIN, 0.0, 0.0)
-        if self._fixed_plan is not None:
-            return self._choose_fixed(self._estimator.conditions(drafter), self._fixed_plan)
-        every = DECIDE_EVERY_SETTLED if self._idle or self._since_plan >= SETTLED_AFTER else DECIDE_EVERY
-        every = DECIDE_EVERY_RESTING if self.resting else every
-        pair = self._estimator.pair
-        if not (self._choice_due or pair.renewed or self._probe_steps_left or self._since_choice >= every):
+        if not self.due:
             return None
+        pair = self._estimator.pair
         self._plain_steps += DECIDE_EVERY_SETTLED if self._choice_due else self._since_choice
         self._since_choice, self._choice_due, pair.renewed = 0, False, False
+        if self._fixed_plan is not None:
+            return self._choose_fixed(self._estimator.conditions(drafter), self._fixed_plan)
         # Drafting ahead on the verifier's own cores slows the verifier.
         ahead = not drafter.shares_cores or self._fixed.ahead
         self._candidates = [plan for plan in self._allowed if ahead or not plan.ahead]

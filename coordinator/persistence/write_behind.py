@@ -20,6 +20,7 @@ log = structlog.get_logger(__name__)
 
 BATCH_S = 0.01
 MAX_BATCH_S = 0.5  # with many sessions: writing one takes 0.15 ms of the event loop that relays their tokens too
+SESSIONS_PER_S = 500  # written at most, until batches wait MAX_BATCH_S
 RETRY_S = 0.25
 FIRST_WRITE_S = 0.25
 FIRST_WRITE_DOWN_S = 0.05  # while Redis does not answer
@@ -106,7 +107,7 @@ class WriteBehind:
     async def _write_batch(self) -> None:
         async with self._batch:
             batch = list(self._dirty.values())
-            self._pause_s = min(MAX_BATCH_S, max(BATCH_S, len(batch) / 500))
+            self._pause_s = min(MAX_BATCH_S, max(BATCH_S, len(batch) / SESSIONS_PER_S))
             self._dirty.clear()
             await asyncio.gather(*(self._update(entry) for entry in batch))
 

@@ -141,7 +141,8 @@ class Drafting:
         best, tokens = self._attached.get(self._selection.best or 0), self._record.tokens
         if best is not None and len(tokens) >= self._text.due:
             self._histories[best.source].read(tokens, best.pair, self._estimator.pair, alone=self._sources == 1)
-        self._steer()
+        due = self.control.due or len(self._attached) > 1 or self._resting != self.control.resting
+        (self._steer if due else self._forward_pass)()
 
     def receive(self, reply: Refusal | EarlierReply) -> None:
         """Detach the drafter whose guess the verifier refused, or whose projection it lacks; pass earlier states on."""

@@ -102,23 +102,26 @@ def _checked_unary_handler(behaviour: Callable[..., Awaitable[Any]]) -> Callable
 
 def _checked_stream_handler(behaviour: Callable[..., AsyncIterator[Any]], write_timeout_s: float) -> Callable[..., Any]:
     async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        timer = _WriteTimer(write_timeout_s)
         try:
-            async with contextlib.aclosing(behaviour(_valid(request), context)) as replies:  # type: ignore[type-var]
+            async with contextlib.aclosing(behaviour(_valid(request), context)) as replies, timer.timeout:  # type: ignore[type-var]
                 async for reply in replies:
+                    timer.began = timer.now()
                     try:
-                        async with asyncio.timeout(write_timeout_s):
-                            await context.write(reply)
-                    except cygrpc.ExecuteBatchError:
-                        log.debug("caller is gone", peer=context.peer())
-                        return
-                    except TimeoutError:
-                        break
-                else:
-                    return
+                        await context.write(reply)
+                    finally:
+                        timer.began = None
+                return
+        except cygrpc.ExecuteBatchError:
+            log.debug("caller is gone", peer=context.peer())
+            return
         except grpc.aio.AbortError:
             raise
         except Exception as error:
-            await abort(context, as_outrider_error(error))
+            if not (isinstance(error, TimeoutError) and timer.timeout.expired()):
+                await abort(context, as_outrider_error(error))
+        finally:
+            timer.handle.cancel()
         log.info("stream ended: peer does not read", peer=context.peer(), seconds=write_timeout_s)
         unread = f"the peer has not read its messages for {write_timeout_s:g} s"
         # Unread replies block the status too: gRPC keeps it, and the call ends here.
@@ -127,6 +130,23 @@ def _checked_stream_handler(behaviour: Callable[..., AsyncIterator[Any]], write_
                 await abort(context, Expired(unread, field="write_timeout_s", limit=f"{write_timeout_s:g} s"))
 
     return checked
+
+
+class _WriteTimer:
+    """Timeout of the writes of one stream, by one timer for all of them."""
+
+    def __init__(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.timeout, self.now, self._seconds = asyncio.timeout(None), loop.time, seconds
+        self.began: float | None = None  # the write in progress
+        self.handle = loop.call_later(seconds, self._check)
+
+    def _check(self) -> None:
+        over_at = (self.began or self.now()) + self._seconds
+        if over_at <= self.now():
+            self.timeout.reschedule(over_at)
+        else:
+            self.handle = asyncio.get_running_loop().call_at(over_at, self._check)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:

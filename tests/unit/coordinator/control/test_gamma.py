@@ -896,3 +896,49 @@ def test_the_rules_of_shared_cores_need_a_published_cost_curve() -> None:
     estimator.attach_verifier(CostCurve.line(20.0, 1.0))
     assert estimator.on_shared_cores(drafter)
     assert not estimator.on_shared_cores(None)
+
+
+# --- choices that are due --------------------------------------------------------------------------------------------
+
+
+def settled(fixed: FixedChoices) -> Controlled:
+    """A controller just after a choice, which then is not due."""
+    made = Controlled(4, fixed)
+    made.estimator.attach_verifier(FLAT)
+    for _ in range(8):
+        observe(made, verdict(4, 4, wait_ms=1.0))
+        decide(made, 1.0)
+    while made.due:
+        observe(made, verdict(4, 4, wait_ms=1.0))
+        decide(made, 1.0)
+    assert made.plan.gamma
+    return made
+
+
+@pytest.mark.parametrize("fixed", [FREE, FixedChoices(gamma=4)])
+def test_choices_are_due_now_and_then_or_at_once_where_conditions_changed(fixed: FixedChoices) -> None:
+    made = settled(fixed)
+    for _ in range(gamma.DECIDE_EVERY_SETTLED):
+        observe(made, verdict(4, 4, wait_ms=1.0))
+    assert made.due, "the regular choice"
+    made = settled(fixed)
+    made.decide(None)
+    assert made.plan == PLAIN
+    assert made.due, "a drafter is lost"
+    made = settled(fixed)
+    made.estimator.attach_verifier(STEEP)
+    assert made.due, "another verifier"
+    made = settled(fixed)
+    made.estimator.pair.expect([0.1])
+    assert made.due, "another kind of text"
+    made = settled(fixed)
+    observe(made, verdict(0, 0, wait_ms=made.wait_timeout_ms))
+    assert made.due, "a wait in vain"
+
+
+def test_a_fixed_length_is_looked_at_after_each_verdict_while_guesses_fall_short() -> None:
+    made = settled(FixedChoices(gamma=4))
+    observe(made, verdict(1, 1, wait_ms=made.wait_timeout_ms))
+    assert made.due
+    decide(made, 1.0)
+    assert made.due, "until few waits time out"

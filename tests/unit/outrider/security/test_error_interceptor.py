@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -45,3 +46,37 @@ async def test_a_caller_that_is_gone_is_not_logged_as_a_fault_of_ours() -> None:
     assert closed, "what was under way for it ends"
     assert not context.aborted
     assert [line for line in logs if line["log_level"] != "debug"] == []
+
+
+class SlowContext(GoneContext):
+    """Of a call whose other end reads each message after a while."""
+
+    def __init__(self, *pauses: float) -> None:
+        super().__init__()
+        self.pauses = list(pauses)
+
+    async def write(self, reply: Any) -> None:
+        await asyncio.sleep(self.pauses.pop(0))
+
+
+async def replies_after(*pauses: float) -> AsyncIterator[common.ProbeReply]:
+    for pause in pauses:
+        await asyncio.sleep(pause)
+        yield common.ProbeReply()
+
+
+async def test_each_write_has_the_whole_timeout_and_pauses_between_them_have_none() -> None:
+    context = SlowContext(0.06, 0.06, 0.06)
+    handler = _checked_stream_handler(lambda request, _: replies_after(0.0, 0.15, 0.0), 0.1)
+    await handler(common.ProbeRequest(), context)
+    assert not context.aborted
+    assert not context.pauses
+
+
+async def test_a_write_that_takes_too_long_ends_the_stream_after_earlier_ones_were_in_time() -> None:
+    context = SlowContext(0.06, 30.0, 0.0)
+    handler = _checked_stream_handler(lambda request, _: replies_after(0.0, 0.0, 0.0), 0.1)
+    async with asyncio.timeout(1.0):
+        await handler(common.ProbeRequest(), context)
+    assert context.aborted
+    assert len(context.pauses) == 1
