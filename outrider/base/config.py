@@ -53,6 +53,12 @@ def home() -> Path:
     return Path(os.environ.get("OUTRIDER_HOME") or Path.home() / ".cache" / "outrider").expanduser()
 
 
+def inherited_environment() -> dict[str, str]:
+    """Return the environment of a process whose settings are flags: no OUTRIDER_ variables, no password of Redis."""
+    others = (name for name in os.environ if not name.startswith((PREFIX, "REDIS_URL")) or name == "OUTRIDER_HOME")
+    return {name: os.environ[name] for name in others}
+
+
 def redis_url() -> str | None:
     """Return the URL in REDIS_URL, the name that Redis clients share; it may be @FILE."""
     return resolved_redis_url(os.environ.get("REDIS_URL") or "") or None

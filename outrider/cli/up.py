@@ -77,9 +77,7 @@ def up(
     threads: Threads = 0,
     kv_tokens: Annotated[int, option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
     log_level: Annotated[str, option("--log-level", "debug, info, warning or error.")] = "info",
-    api_keys: Annotated[
-        str, option("--api-keys", "API keys of clients, separated by commas, or @FILE with one per line.")
-    ] = "",
+    api_keys: Annotated[str, option("--api-keys", "API keys of clients: with commas, or @FILE, one per line.")] = "",
     open_metrics: Annotated[
         bool, option("--open-metrics", "Serve HTTP /metrics without an API key, for benchmark tools.")
     ] = False,
@@ -87,20 +85,13 @@ def up(
         str, option("--fleet-key", "Secret for workers on other machines, or @FILE. Default: a generated one.")
     ] = "",
     drafter_key: Annotated[
-        str,
-        option(
-            "--drafter-key",
-            "Secret for drafters on other machines, or @FILE. Default: a generated one; none with --fleet-key.",
-        ),
+        str, option("--drafter-key", "Secret for remote drafters, or @FILE. Default: generated; none with --fleet-key.")
     ] = "",
     otlp_endpoint: Annotated[
         str, option("--otlp-endpoint", "Traces go to this OTLP/HTTP collector, http://host:4318.")
     ] = "",
     state_dir: Annotated[
-        str,
-        option(
-            "--state-dir", "Folder for sessions and keys between runs. Default: a folder per port in OUTRIDER_HOME."
-        ),
+        str, option("--state-dir", "Folder of sessions and keys between runs. Default: one per port in OUTRIDER_HOME.")
     ] = "",
     tls: Annotated[bool, option("--tls", "Use TLS, with a private authority made in the state folder.")] = False,
     tls_cert: Annotated[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.base.config import PREFIX, redis_url
+from outrider.base.config import inherited_environment, redis_url
 from outrider.base.processes import ending_with_parent
 from outrider.client.sync import Client
 from outrider.launch.authority import make_certificate
@@ -199,19 +198,14 @@ class Stack:
 
     def _launch(self, child: Child) -> None:
         child.ready.clear()
-        # The services get flags in place of OUTRIDER_ variables, and only coordinators get REDIS_URL with its password.
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name == "OUTRIDER_HOME" or not (name.startswith(PREFIX) or name == "REDIS_URL")
-        }
+        # Only coordinators get REDIS_URL, with its password.
         with child.log.open("a") as log:
             child.process = subprocess.Popen(
                 child.command,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment | child.secrets,
+                env=inherited_environment() | child.secrets,
                 start_new_session=True,  # Ctrl-C reaches only this process, which stops them in order
                 preexec_fn=ending_with_parent(),
             )

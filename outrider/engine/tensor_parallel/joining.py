@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.base.config import PREFIX, WorkerSettings
+from outrider.base.config import WorkerSettings, inherited_environment
 from outrider.base.processes import ending_with_parent
 from outrider.engine.tensor_parallel.ranks import RankGroup
 from outrider.protocol.errors import StartupError
@@ -53,14 +53,13 @@ def _started(size: int, settings: WorkerSettings, command: Sequence[str], folder
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == "OUTRIDER_HOME"}
     started = []
     for rank in range(1, size):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), _RENDEZVOUS: rendezvous}
         started.append(
             subprocess.Popen(
                 command,
-                env=inherited | place,
+                env=inherited_environment() | place,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches rank 0 alone
