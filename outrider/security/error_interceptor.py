@@ -109,12 +109,12 @@ def _checked_stream_handler(behaviour: Callable[..., AsyncIterator[Any]], write_
                     timer.began = timer.now()
                     try:
                         await context.write(reply)
+                    except cygrpc.ExecuteBatchError:
+                        log.debug("caller is gone", peer=context.peer())
+                        return
                     finally:
                         timer.began = None
                 return
-        except cygrpc.ExecuteBatchError:
-            log.debug("caller is gone", peer=context.peer())
-            return
         except grpc.aio.AbortError:
             raise
         except Exception as error:

@@ -48,6 +48,16 @@ async def test_a_caller_that_is_gone_is_not_logged_as_a_fault_of_ours() -> None:
     assert [line for line in logs if line["log_level"] != "debug"] == []
 
 
+async def test_a_worker_that_is_gone_is_an_error_for_the_caller() -> None:
+    async def behaviour(request: Any, context: Any) -> AsyncIterator[common.ProbeReply]:
+        raise cygrpc.ExecuteBatchError("a call of our own")
+        yield common.ProbeReply()
+
+    context = GoneContext()
+    await _checked_stream_handler(behaviour, 1.0)(common.ProbeRequest(), context)
+    assert context.aborted
+
+
 class SlowContext(GoneContext):
     """Of a call whose other end reads each message after a while."""
 
