@@ -89,11 +89,6 @@ static long row_bytes(int type, int inputs) { return (long)inputs / PACKED[type]
 /* Two outputs in every four bytes, above 0. */
 static int byte_in_tile(int output, int input) { return output / 2 * 2 * BLOCK + input / 2 * 4 + output % 2 * 2 + input % 2; }
 
-/* Four inputs of an output in every four bytes: 0, 1, 4 and 5 of eight, then the others. */
-static int byte_at(int output, int input) {
-    return ((input / 8 * 2 + input % 4 / 2) * UNIT + output) * 4 + input % 8 / 4 * 2 + input % 2;
-}
-
 static void to_floats(int type, const uint8_t *row, int inputs, float *to) {
     const Format format = FORMATS[PACKED[type].kind];
     if (type == GGML_F32) memcpy(to, row, 4l * inputs);

@@ -49,6 +49,11 @@ INLINE long head_at(const int kind, long block, const int together, int which) {
     return units_size(kind, block / HEAD_BLOCKS * HEAD_BLOCKS, together) + which * head_size(kind);
 }
 
+/* Where the quant of BYTES is in its unit. Four inputs of an output are in four bytes: 0, 1, 4 and 5 of eight, then the others. */
+INLINE int byte_at(int output, int input) {
+    return ((input / 8 * 2 + input % 4 / 2) * UNIT + output) * 4 + input % 8 / 4 * 2 + input % 2;
+}
+
 /* LANES of the numbers of a unit, from output `first` on. */
 INLINE vec load_numbers(const int kind, const char *unit, const char *head, int which, int first) {
     if (!FORMATS[kind].heads) return from_float16((const uint16_t *)unit + which * UNIT + first);

@@ -1,8 +1,9 @@
-/* Products for guesses: few rows and int8 weights that are packed for tiles, without tiles.
+/* Products for guesses: few rows and int8 weights.
  *
  * Tiles take as long for one row as for sixteen, longer than it takes to read the weights. Here a row is rounded to 16
- * bits, and whole numbers are added. The head goes twice: four bits of every weight find the likeliest outputs, whose
- * logits are then computed with all bits. Results differ from those of tiles.c, so only drafters ask for this.
+ * bits, and whole numbers are added, as products in integers do. The head goes twice, packed for tiles or not: four bits of
+ * every weight find the likeliest outputs, whose logits are then computed with all bits. Results differ from those of
+ * tiles.c and integers.h, so only drafters ask for this.
  */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
@@ -118,18 +119,29 @@ void product_bytes(const Linear *linear, const float *x, int rows, float *y, lon
 
 /* Bytes of the four bits of a head's weights; 0: it cannot have them. */
 int outrider_rough_size(const Linear *head) {
-    if (head->arithmetic != IN_TILES || head->kind != INT8) return 0;
+    const int tiles = head->arithmetic == IN_TILES && head->kind == INT8;
+    const int integers = head->arithmetic == IN_INTEGERS && head->kind == BYTES && head->scales && has_vnni();
+    if (!tiles && !integers) return 0;
     return (head->outputs + UNIT - 1) / UNIT * blocks_of(head) * (BLOCK / 8) * ROUGH;
 }
 
+/* The int8 weights of an output in a block, packed for tiles or for products in integers; `place_of`: where one is in these. */
+INLINE const int8_t *bytes_of(const Linear *head, long output, long block) {
+    const long unit = output / UNIT, blocks = blocks_of(head);
+    if (head->arithmetic == IN_TILES)
+        return (const int8_t *)head->weights + (unit / 2 * blocks + block) * STEP + unit % 2 * (STEP / 2) + output % UNIT * BLOCK;
+    return (const int8_t *)head->weights + unit * units_size(BYTES, blocks, 1) + unit_at(BYTES, block, 1, 0) +
+           numbers_size(BYTES) + byte_at(output % UNIT, 0);
+}
+INLINE int place_of(const Linear *head, int input) { return head->arithmetic == IN_TILES ? input : byte_at(0, input); }
+
 /* Fills them: [outputs / 16][inputs / 8][16][4], inputs 4 to 7 above inputs 0 to 3. */
 void outrider_make_rough(const Linear *head, uint8_t *to) {
-    const int blocks = blocks_of(head), units = (head->outputs + UNIT - 1) / UNIT;
-    for (long i = 0; i < (long)units * blocks * BLOCK * UNIT / 2; i++) {
-        long unit = i / 64 / (blocks * 4), eight = i / 64 % (blocks * 4), output = i / 4 % UNIT;
-        const int8_t *four = (const int8_t *)head->weights + (unit / 2 * blocks + eight / 4) * STEP + unit % 2 * (STEP / 2) +
-                             output * BLOCK + eight % 4 * 8 + i % 4;
-        to[i] = (uint8_t)(((four[0] >> 4) + 8) | ((four[4] >> 4) + 8) << 4);
+    const int eights = blocks_of(head) * 4, units = (head->outputs + UNIT - 1) / UNIT;
+    for (long i = 0; i < (long)units * eights * ROUGH; i++) {
+        const int eight = i / ROUGH % eights, input = eight % 4 * 8 + i % 4;
+        const int8_t *bytes = bytes_of(head, i / ROUGH / eights * UNIT + i / 4 % UNIT, eight / 4);
+        to[i] = (uint8_t)(((bytes[place_of(head, input)] >> 4) + 8) | ((bytes[place_of(head, input + 4)] >> 4) + 8) << 4);
     }
 }
 
@@ -173,10 +185,26 @@ static int likeliest_of(const float *x, int count) {
     return best;
 }
 
+/* The sum over the inputs of an output in tiles, for a row as whole numbers. */
+static float sum_in_tiles(const Linear *head, long output, const uint8_t *row) {
+    __m512 sums;
+    sum_lines((const char *)bytes_of(head, output / 2 * 2, 0), row, blocks_of(head), 1, 0, &sums);
+    return _mm512_mask_reduce_add_ps(output % 2 ? 0xff00 : 0x00ff, sums);
+}
+
+static float sum_in_units(const Linear *head, long output, const float *x) {
+    float sums[4] = {0};
+    for (int k = 0; k < head->inputs; k += BLOCK) {
+        const int8_t *bytes = bytes_of(head, output, k / BLOCK);
+        for (int i = 0; i < BLOCK && k + i < head->inputs; i++) sums[i % 4] += x[k + i] * bytes[byte_at(0, i)];
+    }
+    return sums[0] + sums[1] + sums[2] + sums[3];
+}
+
 /* Replaces the largest rough logits by those with all bits of the weights. */
 static void refine(const Linear *head, const float *x, uint8_t *row, float *logits, float *peaks) {
-    const int blocks = blocks_of(head), units = (head->outputs + UNIT - 1) / UNIT;
-    const float scale = round_row(x, head->inputs, row);
+    const int units = (head->outputs + UNIT - 1) / UNIT, tiles = head->arithmetic == IN_TILES;
+    const float scale = tiles ? round_row(x, head->inputs, row) : 1;
     int found[CANDIDATES], count = 0;
     while (count < CANDIDATES && count < head->outputs) {
         int unit = likeliest_of(peaks, units), first = unit * UNIT;
@@ -188,11 +216,8 @@ static void refine(const Linear *head, const float *x, uint8_t *row, float *logi
         peaks[unit] = logits[first + likeliest_of(logits + first, outputs)];
     }
     for (int i = 0; i < count; i++) {
-        long unit = found[i] / UNIT, line = found[i] % UNIT / 2 * LINE;
-        __m512 sums;
-        sum_lines((const char *)head->weights + unit / 2 * blocks * STEP + unit % 2 * (STEP / 2) + line, row, blocks, 1, 0, &sums);
-        __mmask16 own = found[i] % 2 ? 0xff00 : 0x00ff;
-        logits[found[i]] = _mm512_mask_reduce_add_ps(own, sums) * scale * head->scales[found[i]];
+        float sum = tiles ? sum_in_tiles(head, found[i], row) : sum_in_units(head, found[i], x);
+        logits[found[i]] = sum * scale * head->scales[found[i]];
         if (head->bias) logits[found[i]] += head->bias[found[i]];
     }
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -10,12 +13,19 @@ from outrider.engine import SessionTokens, StepResult
 from outrider.engine.model_spec import build_spec
 from outrider.engine.native import NativeEngine
 from outrider.protocol.fleet import ModelInfo
+from tests.unit.outrider.engine.native.tiles import tiles
 
 VOCAB, HIDDEN = 1003, 72  # no multiples of any panel or block
 SHAPE = {"hidden_size": HIDDEN, "intermediate_size": 100, "num_attention_heads": 6, "head_dim": 20}
 TOKENS = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 INPUTS = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(4))
 MIX = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(5)) / HIDDEN**0.5
+
+
+@pytest.fixture(params=[nullcontext, tiles], ids=["as on this processor", "in tiles"], autouse=True)
+def packing(request: pytest.FixtureRequest) -> Iterator[None]:
+    with request.param():
+        yield
 
 
 def engine(threads: int) -> NativeEngine:
