@@ -27,6 +27,10 @@ RATIO_SMOOTHING = 0.2  # at least; the first comparisons weigh more
 KNOWN_COMPARISONS = 3  # comparisons that a ratio of the pair history counts for
 RATIO_RECOVERY = 0.02  # per choice, for modes not in use
 RATIO_BOUNDS = (0.3, 1.5)
+CREDIT = (
+    0.6  # of speculation on shared cores, in plain steps: a session begins with at most this, and plain steps refill it
+)
+MAX_CREDIT = 6.0  # after gains: what may be lost before a change of the text ends speculation; also the greatest debt
 WINDOW = 9  # steps on shared cores whose median counts: other load delays single ones
 JOINED, LEFT = 0.8, 0.3  # other sessions of a step, from which on the verifier is shared, and no longer is
 KNOWN_STEPS = 3  # for their median to count
@@ -66,6 +70,7 @@ class PairHistory:
     tree_rows: float = PRIOR_TREE_ROWS
     level_ms: float = 0.0
     paces: dict[str, float] = field(default_factory=dict)  # measured over expected throughput, by mode
+    credit: float = CREDIT  # what speculation has gained on shared cores
 
 
 class ThroughputRatios:
@@ -125,6 +130,7 @@ class PairEstimate:
         self.level_ms = DecayedMean(SMOOTHING, history.level_ms or None)
         self.nodes_per_level = DecayedMean(SMOOTHING, history.tree_rows)
         self.ratios = ThroughputRatios(history.paces)
+        self.credit = min(CREDIT, history.credit)
         self.checked = False  # whether any guess was checked
 
     def observe_draft(self, depth: int, draft_us: int, *, tree: bool = False) -> None:
@@ -195,6 +201,7 @@ class PairEstimate:
             tree_rows=self.nodes_per_level.value,
             level_ms=self.level_ms.value,
             paces={mode.value: ratio for mode, ratio in self.ratios.measured.items()},
+            credit=self.credit,
         )
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from coordinator.control.estimator import BestDrafter, Estimator
+from coordinator.control.estimator import CREDIT, MAX_CREDIT, BestDrafter, Estimator
 from coordinator.control.goodput import net_throughput, paying_nodes
 from coordinator.control.throughput_model import (
     BRANCHES,
@@ -41,15 +41,14 @@ PROBE_AFTER = 16  # plain steps before the first probe
 PROBE_AFTER_MAX = 192  # each probe without result doubles the pause up to this
 PROBE_STEPS = 4
 PROBE_GAMMA = 3
+PROBE_GAMMA_WAITING = 2  # on shared cores, where every guess of a probe costs time
 FIXED_WAIT_TIMEOUT_MS = 50.0  # at least, with a fixed γ: its steps should contain γ guesses
 SETTLING = 3  # verdicts after a new plan that still show the previous one
 COMPARE_STEPS = 16  # verdicts after which measured and expected throughput are compared
 COMPARE_STEPS_SLOW = 6  # the same for a plan that is clearly slower than plain decoding
 CLEARLY_SLOWER = 0.85
 # The credit of speculation on cores that drafter and verifier share, in plain steps:
-MAX_CREDIT = 6.0  # after gains: what may be lost before a change of the text ends speculation
-REFILL = 0.012  # per plain step,
-REFILLED = 0.6  # at most, and at the beginning; with less, no probe begins, nor speculation that was suspended
+REFILL = 0.012  # per plain step, up to CREDIT; with less, no probe begins, nor speculation that was suspended
 LONGEST_ROUND = 4.0  # a longer round counts as this: other load has delayed it
 READ_STEPS = 4  # after a plan that did not wait yet
 REFERENCE_EVERY = 16  # steps with guesses between two plain ones, which are measured
@@ -118,7 +117,6 @@ class Controller:
         self._since_retry = 0
         self._retry_after = RETRY_AFTER
         self._measured = PlanTally()  # of the present plan, since it settled
-        self._credit = REFILLED
         self._suspended = False  # until the credit is refilled
         self._since_reference = 0  # steps with guesses
         self._expected = 0.0  # of the present plan, tokens per second
@@ -247,9 +245,9 @@ class Controller:
             self._plain_steps = self._probe_steps_left = 0
             self._probe_after = PROBE_AFTER
             return choice
-        probing = 0.0 if self._probe_steps_left else REFILLED
+        probing = 0.0 if self._probe_steps_left else CREDIT
         least = math.inf if conditions.shared and not self._fixed.ahead else probing  # a probe would slow all sessions
-        if conditions.shares_cores and self._credit < least:
+        if conditions.shares_cores and self._estimator.pair.credit < least:
             self._probe_steps_left = 0
             return choice
         return self._probe(conditions) or choice
@@ -257,20 +255,22 @@ class Controller:
     def _update_credit(self, gain: float) -> None:
         """Record what a step gained over plain decoding, in plain steps; suspend speculation without credit."""
         suspended, referred = self._suspended, self._since_reference >= REFERENCE_EVERY
+        pair = self._estimator.pair
         if self.plan.gamma:
             self._since_reference += 1
-            self._credit = min(MAX_CREDIT, self._credit + max(gain, -LONGEST_ROUND))
+            pair.credit = max(-MAX_CREDIT, min(MAX_CREDIT, pair.credit + max(gain, -LONGEST_ROUND)))
         else:
             self._since_reference = 0
-            self._credit = max(self._credit, min(REFILLED, self._credit + REFILL))
-        self._suspended = self._credit <= 0.0 or (suspended and self._credit < REFILLED)
+            pair.credit = max(pair.credit, min(CREDIT, pair.credit + REFILL))
+        self._suspended = pair.credit <= 0.0 or (suspended and pair.credit < CREDIT)
         if suspended != self._suspended or referred or self._since_reference >= REFERENCE_EVERY:
             self._choice_due = True
 
     def _probe(self, conditions: Conditions) -> PlanChoice | None:
         """Return now and then, while plain decoding wins, a plan that checks guesses without waiting for them."""
-        # Number of plain steps that pass before a guess arrives: it must reach beyond them.
+        # Number of plain steps that pass before a guess arrives, unless these wait for it: it must reach beyond them.
         late = min(MAX_GAMMA, math.ceil(conditions.network_ms / max(conditions.verify_ms(0), 1e-3)))
+        gamma = PROBE_GAMMA_WAITING if conditions.shares_cores else PROBE_GAMMA + late
         if self._probe_steps_left:
             self._probe_steps_left -= 1
             if self._probe_steps_left == 0:
@@ -281,7 +281,7 @@ class Controller:
             self._plain_steps = 0
             self._probe_steps_left = PROBE_STEPS + late
         ahead = self._fixed.ahead is not False and (not conditions.shares_cores or bool(self._fixed.ahead))
-        plan = SpeculationPlan(min(PROBE_GAMMA + late, self._gamma_max), ahead=ahead)
+        plan = SpeculationPlan(min(gamma, self._gamma_max), ahead=ahead)
         # On shared cores, steps beside the drafter would be slower than plain ones: they wait for it.
         timeout_ms = draft_wait_timeout_ms(conditions, plan) if conditions.shares_cores else 0.0
         return PlanChoice(plan, timeout_ms, throughput(conditions, PLAIN))

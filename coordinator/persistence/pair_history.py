@@ -41,12 +41,14 @@ class PairHistoryStore:
         self._known.move_to_end(pair)
         return self._known[pair]
 
-    def remember(self, target: str, drafter: str, history: PairHistory) -> None:
+    def remember(self, target: str, drafter: str, shown: PairHistory | None, credit: float) -> None:
+        """Keep what a session has shown, and the credit that it leaves; None: the credit alone."""
         pair = (target, drafter)
         known = self._known.get(pair)
-        blended = history if known is None else _blend(known, history)
-        self._unwritten[pair] = blended
-        self._keep(pair, blended)
+        both = known if shown is None else shown if known is None else _blend(known, shown)
+        if both is not None and (shown or both.credit != credit):
+            self._unwritten[pair] = replace(both, credit=credit)
+            self._keep(pair, self._unwritten[pair])
 
     def _keep(self, pair: PairKey, history: PairHistory | None) -> None:
         self._known[pair] = history

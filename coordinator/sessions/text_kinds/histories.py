@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.control.estimator import Estimator, PairEstimate, PairHistory
+from coordinator.control.estimator import CREDIT, MAX_CREDIT, Estimator, PairEstimate, PairHistory
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.sessions.text_kinds.recognition import TextRecogniser
 
@@ -28,6 +28,8 @@ class TextHistories:
         self._drafter = drafter
         self._text = text
         self._recalled: dict[str, PairHistory | None] = {}
+        self._credits: dict[str, float] = {}  # by kind, with what this session has gained
+        self._credit = CREDIT  # of the session, when they were noted last
 
     async def recall(self) -> None:
         """Recall what this session may need."""
@@ -64,21 +66,25 @@ class TextHistories:
             session.start_from(history or PairHistory())
         elif alone and history is not None:
             session.start_from(history)
+        self._lend(session)
 
     def read(self, tokens: Sequence[int], own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
         """Read the answer so far. If its kind has changed, keep what it has shown and expect what the new one has."""
         left = self._text.kind
         if not self._text.read(tokens):
             return
-        if left != self._text.start and session.checked:
-            self._remember(left, _shown(own, session, alone=alone))
+        self._note_credit(left, session)
+        self._lend(session)
+        if left != self._text.start:
+            self._remember(left, _shown(own, session, alone=alone) if session.checked else None)
         if (known := self._recalled[self._text.kind]) is not None:
             session.expect(known.acceptance)
 
     def remember(self, own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
         """Keep what the session has shown: for texts of its kind, for those that begin like it, and for all."""
+        self._note_credit(self._text.kind, session)
         for kind in {"", self._text.start, self._text.kind}:
-            self._remember(kind, _shown(own, session, alone=alone))
+            self._remember(kind, _shown(own, session, alone=alone) if own.checked else None)
 
     def _of_all_texts(self) -> PairHistory | None:
         """Return the history of the pair; it does not tell a warm text what cold ones have accepted."""
@@ -87,8 +93,17 @@ class TextHistories:
             return history
         return replace(history, acceptance=[min(each, MAX_UNSEEN) for each in history.acceptance])
 
-    def _remember(self, kind: str, history: PairHistory) -> None:
-        self._pairs.remember(self._target, self._key(kind), history)
+    def _lend(self, session: PairEstimate) -> None:
+        """Begin with the credit of the text's kind. Each has its own: edits do not pay for chats."""
+        known = self._recalled[self._text.kind] or PairHistory()
+        session.credit = self._credit = min(CREDIT, self._credits.setdefault(self._text.kind, known.credit))
+
+    def _note_credit(self, kind: str, session: PairEstimate) -> None:
+        gained, self._credit = session.credit - self._credit, session.credit
+        self._credits[kind] = max(-MAX_CREDIT, min(MAX_CREDIT, self._credits[kind] + gained))
+
+    def _remember(self, kind: str, shown: PairHistory | None) -> None:
+        self._pairs.remember(self._target, self._key(kind), shown, self._credits.get(kind, CREDIT))
 
     def _key(self, kind: str) -> str:
         return f"{self._drafter} {kind}".rstrip()

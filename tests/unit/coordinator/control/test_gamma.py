@@ -263,6 +263,7 @@ REMEMBERED = PairHistory(
     tree_rows=3.5,
     level_ms=4.5,
     paces={Mode.TURNS.value: 0.9, Mode.TREE_AHEAD_WAITING.value: 1.2},
+    credit=-1.5,
 )
 
 
@@ -752,7 +753,7 @@ def test_while_plain_steps_win_on_shared_cores_the_choice_takes_little_of_their_
     gamma_choose_plan = gamma.choose_plan
     monkeypatch.setattr(gamma, "choose_plan", choose_plan)
     made = controller(FixedChoices(branches=1), acceptance=0.02)
-    made._credit = 0.1  # no probes for some tens of steps
+    made.estimator.pair.credit = 0.1  # no probes for some tens of steps
     for _ in range(40):
         beside_a_drafter(made)
     assert set(made.tallies) == {PLAIN}
@@ -761,7 +762,7 @@ def test_while_plain_steps_win_on_shared_cores_the_choice_takes_little_of_their_
 
 def test_another_kind_of_text_is_followed_at_once() -> None:
     made = controller(FixedChoices(branches=1), acceptance=0.02)
-    made._credit = 0.1
+    made.estimator.pair.credit = 0.1
     for _ in range(6):
         beside_a_drafter(made)
     assert made.plan == PLAIN

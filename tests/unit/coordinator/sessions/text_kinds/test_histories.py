@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from coordinator.control.estimator import BestDrafter, Estimator, PairEstimate, PairHistory
+from coordinator.control.estimator import CREDIT, BestDrafter, Estimator, PairEstimate, PairHistory
 from coordinator.control.gamma import Controller
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRequest
@@ -226,3 +226,45 @@ async def test_a_pair_that_is_not_known_is_tried_beside_others_where_it_could_pa
     cheap.draft_ms = 0.05
     await cheap.begin(pair)
     assert cheap.task.done()
+
+
+async def test_each_kind_of_text_has_its_own_credit() -> None:
+    """Chats that lost leave later chats a debt; edits that gained may lose once before later ones do not begin."""
+    pair = Answering()
+    await pair.begin(SHORT)
+    assert pair.session.credit == CREDIT
+    pair.session.credit = -2.0
+    pair.check(accepted=0)
+    pair.histories.remember(pair.own, pair.session, alone=True)
+    await pair.begin(LONG)
+    assert pair.session.credit == CREDIT, "of a kind that was not seen"
+    pair.read(list(LONG[:64]))
+    pair.session.credit = 5.0
+    pair.check(accepted=4)
+    pair.histories.remember(pair.own, pair.session, alone=True)
+    await pair.begin(SHORT)
+    assert pair.session.credit == -2.0
+    for expected in (CREDIT, CREDIT, pytest.approx(0.2)):
+        await pair.begin(SHORT)
+        pair.read([*OWN[:20] * 3])
+        assert pair.session.credit == expected, "it begins to copy: no session may lose all that others have gained"
+        pair.session.credit -= 2.4
+        pair.read([*OWN[:20] * 3, *OWN, *range(1000, 1100)])
+        assert pair.text.kind == "cold fresh"
+        pair.histories.remember(pair.own, pair.session, alone=True)
+    await pair.begin(LONG)
+    assert pair.session.credit == CREDIT
+
+
+async def test_plain_answers_leave_what_they_refilled() -> None:
+    pair = Answering()
+    await pair.begin(SHORT)
+    pair.check(accepted=3)
+    pair.session.credit = -1.0
+    pair.histories.remember(pair.own, pair.session, alone=True)
+    await pair.begin(SHORT)
+    expected = pair.expected
+    pair.session.credit = -0.25
+    pair.histories.remember(pair.own, pair.session, alone=True)
+    await pair.begin(SHORT)
+    assert (pair.session.credit, pair.expected) == (-0.25, expected), "nothing else was shown"
