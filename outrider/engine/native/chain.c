@@ -15,7 +15,7 @@ static int likeliest(const float *logits, int count) {
 
 /* The rows of a step one after the other. A row's input is its token's part, plus the product of the state before it;
  * its token is the likeliest after the row before. `step` has one segment, and logits for all rows. */
-int outrider_chain(const Model *model, const Step *step, const Chain *chain) {
+int outrider_chain(Model *model, const Step *step, const Chain *chain) {
     Segment segment = step->segments[0];
     segment.count = 1;
     const float *state = chain->state;

@@ -96,12 +96,14 @@ static long lay_out(const Model *model, Step *step) {
 
 int64_t outrider_scratch(const Model *model, Step *step) { return lay_out(model, step); }
 
-int outrider_forward(const Model *model, Step *step) {
+int outrider_forward(Model *model, Step *step) {
     lay_out(model, step);
-    int num_tasks;
+    Pace *pace = pace_of(model, step->rows);
+    int num_tasks, threads = pace ? outrider_pace_threads(pace, step->threads) : step->threads;
+    double began = omp_get_wtime();
     Task *tasks = list_tasks(model, step, &num_tasks);
     if (!tasks) return -1;
-#pragma omp parallel num_threads(step->threads)
+#pragma omp parallel num_threads(threads)
     {
         for (int l = 0; l < model->num_layers; l++) {
             run_layer(model, &model->layers[l], step, tasks, num_tasks);
@@ -122,6 +124,7 @@ int outrider_forward(const Model *model, Step *step) {
             product(&model->head, step->hidden, step->num_logits, step->logits, model->head.outputs, 0, step);
     }
     free(tasks);
+    if (pace) outrider_pace_record(pace, step->threads, (float)(omp_get_wtime() - began));
     return 0;
 }
 

@@ -42,6 +42,14 @@ typedef struct {
     int32_t unused;
 } Layer;
 
+/* Of steps with as many rows, see paces.c. */
+typedef struct {
+    int32_t halvings;  /* of the threads */
+    int32_t trial;     /* halvings that are tried beyond these: 1 or −1 */
+    int32_t pause, at; /* steps before a comparison, and since the last one */
+    float own, other;  /* seconds of the steps compared, without and with the trial */
+} Pace;
+
 typedef struct {
     Layer *layers;
     Norm final;
@@ -54,6 +62,7 @@ typedef struct {
     int32_t tiled_cache; /* keys and values are laid out for attention_tiles.c */
     int32_t unused;
     const void *rough; /* four bits of each weight of the head, see guesses.c; null: none */
+    Pace paces[7]; /* of 1, 2 to 3, 4 to 7, ... rows */
 } Model;
 
 typedef struct {
@@ -124,4 +133,8 @@ void add_normalised(const Norm *norm, float *y, int rows, int width, float *x);
 void activate(float *x, int rows, const Model *model, float *y);
 
 int64_t outrider_scratch(const Model *model, Step *step);
-int outrider_forward(const Model *model, Step *step);
+int outrider_forward(Model *model, Step *step);
+
+Pace *pace_of(Model *model, int rows);
+int outrider_pace_threads(const Pace *pace, int threads);
+void outrider_pace_record(Pace *pace, int threads, float seconds);
