@@ -27,7 +27,7 @@ def run(settings: DrafterSettings) -> None:
 
 def select_method(settings: DrafterSettings) -> DrafterSettings:
     """Return the settings with the drafting method that runs. Raises StartupError where --engine excludes it."""
-    engine = settings.selected_engine
+    engine = settings.engine
     if engine == "mock":
         if settings.kind not in (AUTO, "mock"):
             raise StartupError.of("kind", settings.kind, "mock", " with --engine mock")

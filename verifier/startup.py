@@ -42,7 +42,7 @@ def build(
     settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], rank_group: RankGroup | None
 ) -> VerifierService:
     tracing = make_tracing(settings.otlp_endpoint, "verifier")
-    if settings.selected_engine == "mock":
+    if settings.engine == "mock":
         log.warning("mock engine selected: no model, for measuring overhead only")
         mock = MockEngine()
         engine = ThrottledEngine(mock, parse_pace(settings.pace)) if settings.pace else mock
@@ -75,7 +75,7 @@ def build_on_vllm(
 
 def runs_on_vllm(settings: VerifierSettings) -> bool:
     """Return whether vLLM runs the model; raise StartupError for its settings without it."""
-    engine = settings.selected_engine
+    engine = settings.engine
     if engine == "vllm":
         return True
     device = pick_device(settings.device, engine)

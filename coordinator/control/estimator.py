@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coordinator.control.throughput_model import Conditions, Mode, SpeculationPlan, expected_tokens
 from outrider.base.decayed_mean import DecayedMean
@@ -27,9 +27,9 @@ RATIO_SMOOTHING = 0.2  # at least; the first comparisons weigh more
 KNOWN_COMPARISONS = 3  # comparisons that a ratio of the pair history counts for
 RATIO_RECOVERY = 0.02  # per choice, for modes not in use
 RATIO_BOUNDS = (0.3, 1.5)
-CREDIT = (
-    0.6  # of speculation on shared cores, in plain steps: a session begins with at most this, and plain steps refill it
-)
+# The credit of speculation on shared cores, in plain steps:
+CREDIT = 0.6  # at the beginning, at most; with less, no probe begins, nor speculation that was suspended
+REFILL = 0.012  # per plain step, up to CREDIT
 MAX_CREDIT = 6.0  # after gains: what may be lost before a change of the text ends speculation; also the greatest debt
 WINDOW = 9  # steps on shared cores whose median counts: other load delays single ones
 JOINED, LEFT = 0.8, 0.3  # other sessions of a step, from which on the verifier is shared, and no longer is
@@ -70,7 +70,7 @@ class PairHistory:
     tree_rows: float = PRIOR_TREE_ROWS
     level_ms: float = 0.0
     paces: dict[str, float] = field(default_factory=dict)  # measured over expected throughput, by mode
-    credit: float = CREDIT  # what speculation has gained on shared cores
+    gained: float = 0.0  # by all sessions, on shared cores, in plain steps
 
 
 class ThroughputRatios:
@@ -130,8 +130,16 @@ class PairEstimate:
         self.level_ms = DecayedMean(SMOOTHING, history.level_ms or None)
         self.nodes_per_level = DecayedMean(SMOOTHING, history.tree_rows)
         self.ratios = ThroughputRatios(history.paces)
-        self.credit = min(CREDIT, history.credit)
+        self.lend(history.gained)
         self.checked = False  # whether any guess was checked
+
+    def lend(self, gained: float) -> None:
+        """Begin with a credit, less the debt that earlier sessions have left. No session may lose all they gained."""
+        self.credit = self._lent = CREDIT + min(0.0, gained)
+
+    @property
+    def gained(self) -> float:
+        return self.credit - self._lent
 
     def observe_draft(self, depth: int, draft_us: int, *, tree: bool = False) -> None:
         """Record the drafting time of a guess of this depth."""
@@ -201,8 +209,21 @@ class PairEstimate:
             tree_rows=self.nodes_per_level.value,
             level_ms=self.level_ms.value,
             paces={mode.value: ratio for mode, ratio in self.ratios.measured.items()},
-            credit=self.credit,
         )
+
+
+def pair_shown(own: PairEstimate, session: PairEstimate, *, alone: bool) -> PairHistory:
+    """Return what a drafter and its session have shown; `alone`: no other drafter was in the session."""
+    of_drafter, of_session = own.history(), session.history()
+    if alone:  # the session's acceptance is the drafter's, without tokens from branches
+        of_drafter = replace(of_drafter, acceptance=of_session.acceptance)
+    return replace(
+        of_drafter,
+        tree_gain=of_session.tree_gain,
+        ahead_gain=of_session.ahead_gain,
+        tree_rows=of_session.tree_rows,
+        paces=of_session.paces,
+    )
 
 
 class Estimator:

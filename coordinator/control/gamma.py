@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from coordinator.control.estimator import CREDIT, MAX_CREDIT, BestDrafter, Estimator
+from coordinator.control.estimator import CREDIT, MAX_CREDIT, REFILL, BestDrafter, Estimator
 from coordinator.control.goodput import net_throughput, paying_nodes
 from coordinator.control.throughput_model import (
     BRANCHES,
@@ -47,9 +47,7 @@ SETTLING = 3  # verdicts after a new plan that still show the previous one
 COMPARE_STEPS = 16  # verdicts after which measured and expected throughput are compared
 COMPARE_STEPS_SLOW = 6  # the same for a plan that is clearly slower than plain decoding
 CLEARLY_SLOWER = 0.85
-# The credit of speculation on cores that drafter and verifier share, in plain steps:
-REFILL = 0.012  # per plain step, up to CREDIT; with less, no probe begins, nor speculation that was suspended
-LONGEST_ROUND = 4.0  # a longer round counts as this: other load has delayed it
+LONGEST_ROUND = 4.0  # plain steps by which a round lowers the credit at most: other load has delayed a longer one
 READ_STEPS = 4  # after a plan that did not wait yet
 REFERENCE_EVERY = 16  # steps with guesses between two plain ones, which are measured
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import structlog
 
-from coordinator.control.estimator import PairHistory
+from coordinator.control.estimator import MAX_CREDIT, PairHistory
 from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.store import Store
 
@@ -41,14 +41,22 @@ class PairHistoryStore:
         self._known.move_to_end(pair)
         return self._known[pair]
 
-    def remember(self, target: str, drafter: str, shown: PairHistory | None, credit: float) -> None:
-        """Keep what a session has shown, and the credit that it leaves; None: the credit alone."""
+    def remember(self, target: str, drafter: str, history: PairHistory) -> None:
         pair = (target, drafter)
         known = self._known.get(pair)
-        both = known if shown is None else shown if known is None else _blend(known, shown)
-        if both is not None and (shown or both.credit != credit):
-            self._unwritten[pair] = replace(both, credit=credit)
-            self._keep(pair, self._unwritten[pair])
+        blended = history if known is None else _blend(known, history)
+        self._unwritten[pair] = blended
+        self._keep(pair, blended)
+
+    def settle(self, target: str, drafter: str, gained: float) -> float:
+        """Add to what a known pair has gained, and return that."""
+        known = self._known.get((target, drafter))
+        if known is None:
+            return 0.0
+        if gained:
+            known = replace(known, gained=max(-MAX_CREDIT, min(MAX_CREDIT, known.gained + gained)))
+            self._unwritten[target, drafter] = self._known[target, drafter] = known
+        return known.gained
 
     def _keep(self, pair: PairKey, history: PairHistory | None) -> None:
         self._known[pair] = history

@@ -43,7 +43,7 @@ _RANGES = {
     "tree_rows": (1.0, 1e3),
     "level_ms": _MS,
     "paces": (0.0, 1e6),
-    "credit": (-1e3, 1e3),
+    "gained": (-1e3, 1e3),
 }
 MAX_ADDRESS_CHARACTERS = 300
 CLOCKS_APART_S = 60.0  # by which coordinators' clocks may differ

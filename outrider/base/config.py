@@ -149,7 +149,7 @@ class WorkerSettings(Settings):
     )
     engine: str = Field(
         "auto",
-        pattern="^(auto|native|cuda|transformers|mock|instant)$",
+        pattern="^(auto|native|cuda|transformers|mock)$",
         description="What runs the model: auto (the fastest that works), native (CPU kernels), cuda (CUDA graphs), "
         "transformers, or mock (no model, for measuring overhead). A named engine runs, or the start fails.",
     )
@@ -162,21 +162,6 @@ class WorkerSettings(Settings):
         "", description="For benchmarks: minimum time of a step by its tokens, ms, e.g. 1:40,16:40,32:80."
     )
     blur: str = Field("", description="With --pace: noise added to the logits, by position, e.g. 200:1.5,400:0.")
-
-    @property
-    def selected_engine(self) -> str:
-        """Return the engine to run."""
-        return "mock" if self.engine == "instant" else self.engine
-
-    @property
-    def deprecated(self) -> list[tuple[str, str]]:
-        """Return each deprecated option in use, with its replacement."""
-        return deprecated_options(self.engine)
-
-
-def deprecated_options(engine: str) -> list[tuple[str, str]]:
-    """Return each deprecated option in use, with its replacement."""
-    return [("--engine instant", "--engine mock")] * (engine == "instant")
 
 
 def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> Callable[..., None]:

@@ -14,8 +14,9 @@ from outrider.v1 import common_pb2 as common
 
 def error_from_rpc(error: grpc.RpcError) -> OutriderError:
     """Return the error that the peer sent, or one for the call's status."""
-    for name, value in _trailing(error):
-        if name == ERROR_KEY and isinstance(value, bytes):
+    trailing: Any = error.trailing_metadata() or ()  # synchronous and asynchronous errors have different types for it
+    for name, value in trailing:
+        if str(name) == ERROR_KEY and isinstance(value, bytes):
             try:
                 return error_from_proto(common.Error.FromString(value))
             except DecodeError:
@@ -29,11 +30,6 @@ def error_from_rpc(error: grpc.RpcError) -> OutriderError:
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return Unavailable(f"the peer is not an Outrider service: {message}")
     return PeerLost(message)
-
-
-def _trailing(error: Any) -> list[tuple[str, str | bytes]]:
-    """Return the trailing metadata; synchronous and asynchronous errors have different types for it."""
-    return [(str(name), value) for name, value in error.trailing_metadata() or ()]
 
 
 def grpc_status(error: OutriderError) -> grpc.StatusCode:

@@ -12,7 +12,7 @@ from rich.rule import Rule
 from rich.spinner import Spinner
 from rich.table import Table
 
-from outrider.base.config import deprecated_options, option, redis_url
+from outrider.base.config import option, redis_url
 from outrider.base.processes import end_on_signals
 from outrider.cli import options
 from outrider.cli.show import LEGEND, show_tokens, summary
@@ -135,8 +135,6 @@ def up(
     console = Console()
     for hint in ignored_variable_hints({parameter.envvar for parameter in context.command.params}):
         console.print(f"[yellow]note[/yellow]  {hint}", soft_wrap=True)
-    for old, replacement in deprecated_options(engine):
-        console.print(f"{old} is deprecated, use {replacement}", style="yellow")
     end_on_signals()
     try:
         with Starting(console) as view, stack(plan, view.tick) as running:

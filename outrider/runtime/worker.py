@@ -5,21 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import structlog
-
 from outrider.base.config import WorkerSettings
 from outrider.base.logs import report_progress, set_up_logs
 from outrider.runtime.serving import Service, serve
 from outrider.security.credentials import Credentials
 
-log = structlog.get_logger(__name__)
-
 
 def run_worker(name: str, settings: WorkerSettings, build: Callable[[Callable[[str], None]], Service]) -> None:
     """Load and run a worker."""
     set_up_logs(settings.log_level, as_json=settings.log_json, service=name)
-    for option, replacement in settings.deprecated:
-        log.warning("deprecated option", option=option, replacement=replacement)
     Credentials(settings)  # report an unreadable key or certificate before the model is loaded
 
     async def run() -> None:

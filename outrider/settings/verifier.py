@@ -15,7 +15,7 @@ class VerifierSettings(WorkerSettings):
     served_model_name: str = Field("", description="Name of the target in the fleet; empty: its own.")
     engine: str = Field(
         "auto",
-        pattern="^(auto|native|cuda|transformers|vllm|mock|instant)$",
+        pattern="^(auto|native|cuda|transformers|vllm|mock)$",
         description="What runs the model: auto (the fastest that works; on CUDA vLLM where it is installed), native "
         "(CPU kernels), cuda (CUDA graphs), transformers, vllm, or mock (no model, for measuring overhead). A named "
         "engine runs, or the start fails.",

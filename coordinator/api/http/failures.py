@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from coordinator.api.http.responses import Error
 from outrider.protocol.errors import InvalidRequest, OutriderError, shorten
 
+_BRANCH = re.compile(r"(str|int)$|constrained-|.*\[")  # names that pydantic gives to a union's branches
 _GRAMMAR = re.compile(r"params\.grammar(\.\w+)?")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
@@ -61,7 +62,7 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 def of_validation(error: ValidationError) -> InvalidRequest:
     """Return the first validation error; for a union, that of the branch that matched furthest."""
     first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
-    field = shorten(".".join(str(part) for part in first["loc"] if not _is_union_branch(part)))
+    field = shorten(".".join(str(part) for part in first["loc"] if not _BRANCH.match(str(part))))
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"there is no field {field}", field=field, limit="a field that is known")
     message = first["msg"].removeprefix("Value error, ")
@@ -69,11 +70,6 @@ def of_validation(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(message, field="body")
     value = "absent" if first["type"] == "missing" else _short.repr(first["input"])
     return InvalidRequest(f"{field} is {value}: {message}", field=field, value=value, limit=message)
-
-
-def _is_union_branch(part: str | int) -> bool:
-    """Return whether a part of a location is pydantic's name of a union branch, not a field of the body."""
-    return isinstance(part, str) and (part in ("str", "int") or part.startswith("constrained-") or "[" in part)
 
 
 def _in_http_terms(text: str) -> str:

@@ -10,12 +10,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.control.estimator import CREDIT, MAX_CREDIT, Estimator, PairEstimate, PairHistory
+from coordinator.control.estimator import REFILL, Estimator, PairEstimate, PairHistory, pair_shown
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.sessions.text_kinds.recognition import TextRecogniser
 
 _Wait = Callable[[], None]  # called as long as the session waits
 POLL_S = 0.25  # of a session that waits for its verifier's other sessions to leave
+POLL_ALONE_S = 0.05  # of one that is alone: its text may turn out to be of another kind
 MAX_UNSEEN = 0.4  # acceptance that a warm text is started with while only cold ones were seen
 
 
@@ -28,8 +29,6 @@ class TextHistories:
         self._drafter = drafter
         self._text = text
         self._recalled: dict[str, PairHistory | None] = {}
-        self._credits: dict[str, float] = {}  # by kind, with what this session has gained
-        self._credit = CREDIT  # of the session, when they were noted last
 
     async def recall(self) -> None:
         """Recall what this session may need."""
@@ -40,21 +39,22 @@ class TextHistories:
     async def until_promising(
         self, tokens: Sequence[int], own: PairEstimate, session: Estimator, pay: Callable[[], bool], wait: _Wait
     ) -> None:
-        """Wait while others share the verifier and guesses in such a text do not pay beside them.
+        """Wait while guesses in such a text do not pay: beside others, as far as is known; alone, while it has a debt.
 
-        To tell takes as long as a choice of plan, so it is done when the kind of the text or the load has changed.
+        `pay` takes as long as a choice of plan, so it is asked when the kind of the text or the load has changed.
         """
-        judged = None
-        while session.shared:
-            if len(tokens) >= self._text.due:
+        judged, paid = None, 0
+        while session.shared or self._settle(self._text.kind, REFILL * (len(tokens) - paid)) < 0.0:
+            paid = len(tokens)
+            if paid >= self._text.due:
                 self._text.read(tokens)
             before, judged = judged, (self._text.kind, int(session.other_sessions.value).bit_length())
-            if judged != before:
+            if session.shared and judged != before:
                 self.start(own, session.pair, alone=True)
                 if pay():
                     return
             wait()
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_S if session.shared else POLL_ALONE_S)
 
     def start(self, own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
         """Start a drafter's estimates from its history, and the session's too if no better drafter is attached."""
@@ -66,25 +66,25 @@ class TextHistories:
             session.start_from(history or PairHistory())
         elif alone and history is not None:
             session.start_from(history)
-        self._lend(session)
+        session.lend(self._settle(self._text.kind, 0.0))
 
     def read(self, tokens: Sequence[int], own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
         """Read the answer so far. If its kind has changed, keep what it has shown and expect what the new one has."""
         left = self._text.kind
         if not self._text.read(tokens):
             return
-        self._note_credit(left, session)
-        self._lend(session)
-        if left != self._text.start:
-            self._remember(left, _shown(own, session, alone=alone) if session.checked else None)
+        if left != self._text.start and session.checked:
+            self._remember(left, pair_shown(own, session, alone=alone))
+        self._settle(left, session.gained)
+        session.lend(self._settle(self._text.kind, 0.0))
         if (known := self._recalled[self._text.kind]) is not None:
             session.expect(known.acceptance)
 
     def remember(self, own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
         """Keep what the session has shown: for texts of its kind, for those that begin like it, and for all."""
-        self._note_credit(self._text.kind, session)
-        for kind in {"", self._text.start, self._text.kind}:
-            self._remember(kind, _shown(own, session, alone=alone) if own.checked else None)
+        for kind in {"", self._text.start, self._text.kind} if own.checked else ():
+            self._remember(kind, pair_shown(own, session, alone=alone))
+        self._settle(self._text.kind, session.gained)
 
     def _of_all_texts(self) -> PairHistory | None:
         """Return the history of the pair; it does not tell a warm text what cold ones have accepted."""
@@ -93,31 +93,12 @@ class TextHistories:
             return history
         return replace(history, acceptance=[min(each, MAX_UNSEEN) for each in history.acceptance])
 
-    def _lend(self, session: PairEstimate) -> None:
-        """Begin with the credit of the text's kind. Each has its own: edits do not pay for chats."""
-        known = self._recalled[self._text.kind] or PairHistory()
-        session.credit = self._credit = min(CREDIT, self._credits.setdefault(self._text.kind, known.credit))
+    def _settle(self, kind: str, gained: float) -> float:
+        """Add to what texts of a kind have gained. Each pays for itself: edits do not pay for chats."""
+        return self._pairs.settle(self._target, self._key(kind), gained)
 
-    def _note_credit(self, kind: str, session: PairEstimate) -> None:
-        gained, self._credit = session.credit - self._credit, session.credit
-        self._credits[kind] = max(-MAX_CREDIT, min(MAX_CREDIT, self._credits[kind] + gained))
-
-    def _remember(self, kind: str, shown: PairHistory | None) -> None:
-        self._pairs.remember(self._target, self._key(kind), shown, self._credits.get(kind, CREDIT))
+    def _remember(self, kind: str, history: PairHistory) -> None:
+        self._pairs.remember(self._target, self._key(kind), history)
 
     def _key(self, kind: str) -> str:
         return f"{self._drafter} {kind}".rstrip()
-
-
-def _shown(own: PairEstimate, session: PairEstimate, *, alone: bool) -> PairHistory:
-    """Return what a drafter and its session have shown; `alone`: no other drafter was in the session."""
-    of_drafter, of_session = own.history(), session.history()
-    if alone:  # the session's acceptance is the drafter's, without tokens from branches
-        of_drafter = replace(of_drafter, acceptance=of_session.acceptance)
-    return replace(
-        of_drafter,
-        tree_gain=of_session.tree_gain,
-        ahead_gain=of_session.ahead_gain,
-        tree_rows=of_session.tree_rows,
-        paces=of_session.paces,
-    )

@@ -73,14 +73,14 @@ class Decoder:
         self._layers = [_TorchLayer(layer, weight.dtype) for layer in spec.layers]
         self._final = _TorchNorm(spec.final, weight.dtype)
         self._rotations = [_table(rotate, positions, spec.head_dim, weight) for rotate in spec.rotations]
-        self._swap = _swapped(spec.rotated, spec.head_dim).to(weight.device)
+        halves = torch.arange(spec.rotated).roll(spec.rotated // 2)  # each rotated dimension's partner
+        self._swap = torch.cat([halves, torch.arange(spec.rotated, spec.head_dim)]).to(weight.device)
         # Zeros: unwritten slots are read with weight 0, and 0 · NaN is NaN.
         self._cache = torch.zeros(
             (len(spec.layers), 2 * spec.kv_heads, slots, spec.head_dim), dtype=weight.dtype, device=weight.device
         )
-        self._not_finite = torch.zeros(
-            slots, dtype=torch.bool, device=weight.device
-        )  # tokens whose embedding is not finite
+        # Tokens whose embedding is not finite:
+        self._not_finite = torch.zeros(slots, dtype=torch.bool, device=weight.device)
         self._windows = {layer.window for layer in spec.layers}
         self._widest = None if None in self._windows else max(window for window in self._windows if window is not None)
 
@@ -305,8 +305,3 @@ def _table(rotate: Callable[[torch.Tensor], Cosines], positions: int, dim: int, 
     whole_sin[:, :rotated] = sin
     whole_sin[:, : rotated // 2].neg_()
     return whole_cos.to(like.dtype), whole_sin.to(like.dtype)
-
-
-def _swapped(rotated: int, dim: int) -> torch.Tensor:
-    """Return the index of each dimension's partner: in the other half of the rotated ones."""
-    return torch.cat([torch.arange(rotated).roll(rotated // 2), torch.arange(rotated, dim)])

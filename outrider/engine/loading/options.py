@@ -40,7 +40,7 @@ class EngineOptions:
             device=settings.device,
             dtype=settings.dtype,
             quantization=settings.quantization,
-            engine=settings.selected_engine,
+            engine=settings.engine,
             threads=settings.threads,
             kv_dtype=settings.kv_dtype,
             kv_tokens=settings.kv_tokens or None,

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from coordinator.control import estimator as estimator_module
 from coordinator.control import gamma
-from coordinator.control.estimator import BestDrafter, CostLine, Estimator, PairEstimate, PairHistory, ThroughputRatios
+from coordinator.control.estimator import (
+    CREDIT,
+    BestDrafter,
+    CostLine,
+    Estimator,
+    PairEstimate,
+    PairHistory,
+    ThroughputRatios,
+)
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.goodput import PAYING_NODES, paying_nodes
 from coordinator.control.simulation.verifier import Simulation
@@ -263,7 +271,7 @@ REMEMBERED = PairHistory(
     tree_rows=3.5,
     level_ms=4.5,
     paces={Mode.TURNS.value: 0.9, Mode.TREE_AHEAD_WAITING.value: 1.2},
-    credit=-1.5,
+    gained=-1.5,
 )
 
 
@@ -277,7 +285,8 @@ def test_what_a_pair_has_shown_goes_through_the_store_and_back() -> None:
     assert again.acceptance == pytest.approx(REMEMBERED.acceptance)
     assert again.tree_gain == pytest.approx(REMEMBERED.tree_gain)
     assert again.ahead_gain == pytest.approx(REMEMBERED.ahead_gain)
-    rest = replace(again, acceptance=REMEMBERED.acceptance, tree_gain=0.55, ahead_gain=0.65)
+    assert pair.credit == CREDIT - 1.5
+    rest = replace(again, acceptance=REMEMBERED.acceptance, tree_gain=0.55, ahead_gain=0.65, gained=-1.5)
     assert rest == REMEMBERED
 
 

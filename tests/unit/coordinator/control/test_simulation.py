@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.control.estimator import CREDIT, BestDrafter, Estimator, PairHistory
+from coordinator.control.estimator import BestDrafter, Estimator, PairHistory
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.simulation.session import SimulationResult
 from coordinator.control.simulation.verifier import Simulation
@@ -259,12 +259,14 @@ def test_on_one_machine_speculation_that_loses_costs_little(name: str) -> None:
 @pytest.mark.parametrize("name", LOSING)
 def test_on_one_machine_short_answers_do_not_lose_one_after_the_other(name: str) -> None:
     """What one of them lost, the next ones refill before they speculate."""
-    history, plain_ms, ms = None, 0.0, 0.0
+    history: PairHistory | None = None
+    plain_ms = ms = 0.0
     for seed in range(20):
         plain_ms += Simulation(LOSING[name], fixed=FixedChoices(gamma=0), seed=seed).run(66).ms
         simulation = Simulation(LOSING[name], seed=seed, history=history)
         result = simulation.run(66)
-        history = simulation.estimator.pair.history()
+        pair = simulation.estimator.pair
+        history = replace(pair.history(), gained=pair.gained + (0.0 if history is None else history.gained))
         ms += result.ms * 66 / result.tokens
     assert plain_ms / ms > 0.98
 
@@ -285,7 +287,7 @@ def test_a_bad_start_of_a_short_answer_ends_at_once() -> None:
 
 def test_a_text_that_pays_is_found_in_spite_of_its_history() -> None:
     """A probe is affordable from the start: a copying text follows others, but has a credit of its own."""
-    poor = replace(seen(replace(ONE_MACHINE, acceptance=0.2, draft_ms=1.0)), credit=CREDIT)
+    poor = seen(replace(ONE_MACHINE, acceptance=0.2, draft_ms=1.0))
     copying = replace(ONE_MACHINE, acceptance=0.92, draft_ms=0.05)
     assert statistics.median(beside_plain(copying, 66, poor)) > 1.7
 

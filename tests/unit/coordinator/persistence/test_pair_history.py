@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from coordinator.control.estimator import CREDIT, PairHistory
+from coordinator.control.estimator import MAX_CREDIT, PairHistory
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.store import Store
@@ -36,7 +36,7 @@ async def test_memory_is_bounded_however_many_models_drafters_name() -> None:
     for number in range(100):
         name = f"drafter {number}"
         assert await pairs.recall("target", name) is None
-        pairs.remember("target", name, shown(number), CREDIT)
+        pairs.remember("target", name, shown(number))
     assert len(pairs._known) == 4
     assert len(pairs._unwritten) <= 4, "also while Redis takes nothing"
 
@@ -44,9 +44,9 @@ async def test_memory_is_bounded_however_many_models_drafters_name() -> None:
 async def test_the_pair_that_was_used_last_stays() -> None:
     store = FakeStore()
     pairs = PairHistoryStore(cast(Store, store), limit=2)
-    pairs.remember("target", "ours", shown(1.0), CREDIT)
+    pairs.remember("target", "ours", shown(1.0))
     for number in range(5):
-        pairs.remember("target", f"other {number}", shown(2.0), CREDIT)
+        pairs.remember("target", f"other {number}", shown(2.0))
         assert await pairs.recall("target", "ours") == shown(1.0)
     assert store.asked == [], "it was never asked for in Redis"
 
@@ -54,10 +54,10 @@ async def test_the_pair_that_was_used_last_stays() -> None:
 async def test_a_pair_that_had_to_go_is_recalled_from_redis() -> None:
     store = FakeStore()
     pairs = PairHistoryStore(cast(Store, store), limit=2)
-    pairs.remember("target", "ours", shown(1.0), CREDIT)
+    pairs.remember("target", "ours", shown(1.0))
     await pairs._write()
     for number in range(5):
-        pairs.remember("target", f"other {number}", shown(2.0), CREDIT)
+        pairs.remember("target", f"other {number}", shown(2.0))
     assert await pairs.recall("target", "ours") == shown(1.0)
     assert store.asked == ["ours"]
 
@@ -66,9 +66,24 @@ async def test_what_redis_did_not_take_is_written_later() -> None:
     store = FakeStore()
     pairs = PairHistoryStore(cast(Store, store))
     store.up = False
-    pairs.remember("target", "ours", shown(1.0), CREDIT)
+    pairs.remember("target", "ours", shown(1.0))
     await pairs._write()
     assert not store.pairs
     store.up = True
     await pairs._write()
     assert store.pairs == {("target", "ours"): shown(1.0)}
+
+
+async def test_gains_and_losses_add_up_within_bounds() -> None:
+    store = FakeStore()
+    pairs = PairHistoryStore(cast(Store, store))
+    assert pairs.settle("target", "ours", -3.0) == 0.0, "nothing is known of it yet"
+    pairs.remember("target", "ours", shown(1.0))
+    assert pairs.settle("target", "ours", -2.0) == -2.0
+    assert pairs.settle("target", "ours", 0.5) == -1.5
+    pairs.remember("target", "ours", shown(1.0))
+    assert pairs.settle("target", "ours", 0.0) == -1.5
+    await pairs._write()
+    assert store.pairs["target", "ours"].gained == -1.5
+    assert pairs.settle("target", "ours", 99.0) == MAX_CREDIT
+    assert pairs.settle("target", "ours", -99.0) == -MAX_CREDIT

@@ -76,7 +76,7 @@ def test_pair_histories_are_read_both_ways() -> None:
     for text in REDIS["pairs"].values():
         history = stored_records.read_pair(text.encode())
         assert asdict(history) == asdict(PairHistory()) | json.loads(text)
-    assert set(asdict(PairHistory())) - set(json.loads(REDIS["pairs"]["fresh"])) == {"credit"}, "fields added since"
+    assert set(asdict(PairHistory())) - set(json.loads(REDIS["pairs"]["fresh"])) == {"gained"}, "fields added since"
 
 
 READERS: dict[str, tuple[type[Message], Callable[[Any], Any]]] = {

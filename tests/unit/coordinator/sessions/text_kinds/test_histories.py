@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from coordinator.control.estimator import CREDIT, BestDrafter, Estimator, PairEstimate, PairHistory
+from coordinator.control.estimator import CREDIT, REFILL, BestDrafter, Estimator, PairEstimate, PairHistory
 from coordinator.control.gamma import Controller
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRequest
@@ -169,7 +169,8 @@ class Waiting:
 @pytest.fixture
 async def chats(monkeypatch: pytest.MonkeyPatch) -> Answering:
     """A pair of whose guesses a chat accepts none, and a copy all."""
-    monkeypatch.setattr(histories, "POLL_S", 0.001)
+    for name in ("POLL_S", "POLL_ALONE_S"):
+        monkeypatch.setattr(histories, name, 0.001)
     pair = Answering()
     await pair.answer(SHORT, OWN, accepted=0)
     await pair.answer(LONG, list(LONG[:64]), accepted=4)
@@ -233,38 +234,82 @@ async def test_each_kind_of_text_has_its_own_credit() -> None:
     pair = Answering()
     await pair.begin(SHORT)
     assert pair.session.credit == CREDIT
-    pair.session.credit = -2.0
+    pair.session.credit -= 2.0
     pair.check(accepted=0)
     pair.histories.remember(pair.own, pair.session, alone=True)
     await pair.begin(LONG)
     assert pair.session.credit == CREDIT, "of a kind that was not seen"
     pair.read(list(LONG[:64]))
-    pair.session.credit = 5.0
+    pair.session.credit += 4.4
     pair.check(accepted=4)
     pair.histories.remember(pair.own, pair.session, alone=True)
     await pair.begin(SHORT)
-    assert pair.session.credit == -2.0
-    for expected in (CREDIT, CREDIT, pytest.approx(0.2)):
-        await pair.begin(SHORT)
+    assert pair.session.credit == pytest.approx(CREDIT - 2.0)
+    for expected in (CREDIT, CREDIT, pytest.approx(CREDIT - 0.4)):
+        await pair.begin(LONG)
         pair.read([*OWN[:20] * 3])
-        assert pair.session.credit == expected, "it begins to copy: no session may lose all that others have gained"
+        assert pair.session.credit == expected, "it copies: no session may lose all that others have gained"
         pair.session.credit -= 2.4
         pair.read([*OWN[:20] * 3, *OWN, *range(1000, 1100)])
         assert pair.text.kind == "cold fresh"
         pair.histories.remember(pair.own, pair.session, alone=True)
-    await pair.begin(LONG)
-    assert pair.session.credit == CREDIT
 
 
 async def test_plain_answers_leave_what_they_refilled() -> None:
     pair = Answering()
     await pair.begin(SHORT)
     pair.check(accepted=3)
-    pair.session.credit = -1.0
+    pair.session.credit -= 1.0
     pair.histories.remember(pair.own, pair.session, alone=True)
     await pair.begin(SHORT)
     expected = pair.expected
-    pair.session.credit = -0.25
+    pair.session.credit += 0.75
     pair.histories.remember(pair.own, pair.session, alone=True)
     await pair.begin(SHORT)
-    assert (pair.session.credit, pair.expected) == (-0.25, expected), "nothing else was shown"
+    assert pair.session.credit == pytest.approx(CREDIT - 0.25)
+    assert pair.expected == expected, "nothing else was shown"
+
+
+async def indebted(pair: Answering) -> None:
+    """A chat that loses in its first tokens, and after them."""
+    await pair.begin(SHORT)
+    pair.session.credit -= 1.2
+    pair.check(accepted=0)
+    pair.read(OWN)
+    pair.session.credit -= 0.6
+    pair.histories.remember(pair.own, pair.session, alone=True)
+
+
+async def test_alone_a_drafter_waits_until_plain_steps_have_paid_what_earlier_texts_lost(chats: Answering) -> None:
+    await indebted(chats)
+    waiting = Waiting(others=0)
+    await waiting.begin(chats)
+    for tokens, done in ((15, False), (16, False), (65, False), (67, True)):
+        waiting.answer[:] = [*OWN, 90_000, 90_001, 90_002][:tokens]
+        await asyncio.sleep(0.02)
+        assert waiting.task.done() is done, "50 plain steps after its kind was told"
+
+
+async def test_alone_a_drafter_begins_when_the_answer_copies(chats: Answering) -> None:
+    await indebted(chats)
+    waiting = Waiting(others=0)
+    await waiting.begin(chats)
+    await asyncio.sleep(0.01)
+    assert not waiting.task.done()
+    waiting.answer += list(range(16)) * 4
+    await asyncio.wait_for(waiting.task, 5.0)
+
+
+async def test_an_answer_whose_drafter_waited_to_its_end_leaves_what_it_refilled(chats: Answering) -> None:
+    await indebted(chats)
+    waiting = Waiting(others=0)
+    await waiting.begin(chats)
+    for tokens in (16, 48):
+        waiting.answer[:] = OWN[:tokens]
+        await asyncio.sleep(0.02)
+    waiting.task.cancel()
+    await asyncio.gather(waiting.task, return_exceptions=True)
+    await chats.begin(SHORT)
+    assert chats.session.credit == pytest.approx(CREDIT - 1.2 + 16 * REFILL)
+    chats.read(OWN)
+    assert chats.session.credit == pytest.approx(CREDIT - 0.6 + 32 * REFILL)

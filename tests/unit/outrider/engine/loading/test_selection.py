@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from outrider.base.config import WorkerSettings, deprecated_options
 from outrider.engine.cuda.engine import CudaGraphEngine
 from outrider.engine.loading import selection
 from outrider.engine.loading.loader import load_model
@@ -170,9 +169,3 @@ def test_elsewhere_the_cache_has_the_size_that_is_given(llama: str) -> None:
     with emulated_cuda():
         assert load_model(llama, options(device="cuda")).engine.capacity_tokens == 512
     assert load_model(llama, options(device="cpu", kv_tokens=None)).engine.capacity_tokens == 65_536
-
-
-def test_the_old_name_of_the_mock_engine_is_mapped() -> None:
-    assert EngineOptions.of(WorkerSettings(engine="instant")).engine == "mock"
-    assert deprecated_options("instant") == [("--engine instant", "--engine mock")]
-    assert WorkerSettings(engine="mock").deprecated == []
