@@ -33,7 +33,7 @@ async def steep(loaded: LoadedModel, redis_server: Redis, tmp_path: Path) -> Asy
     settings = CoordinatorSettings(http_port=0, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
     service = CoordinatorService(settings, redis_server.url.removesuffix("0") + "2")
     async with in_process(service, settings) as coordinator, _verifier(loaded, tmp_path, coordinator):
-        home = Home(coordinator, service)
+        home = Home(coordinator, service, loaded)
         await home.knows(0)
         yield home
 
