@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from drafter.methods.registry import make
 from drafter.service import DrafterService
 from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
+from outrider.engine.interface import SessionTokens, StepResult
 from outrider.engine.loading.loader import LoadedModel, load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.models.tokenizer import save_tokenizer
@@ -34,6 +36,7 @@ from verifier.engine_target import EngineTarget
 from verifier.service import VerifierService
 
 Greedy = Callable[[list[int], int], list[int]]
+JOIN_S = 20.0
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +84,31 @@ async def drafter_serving(**settings: Any) -> AsyncIterator[str]:
     chosen = DrafterSettings(**settings)
     async with in_process(DrafterService(make(chosen, lambda _: None), chosen), chosen) as address:
         yield address
+
+
+@contextmanager
+def after_joining(loaded: LoadedModel, service: CoordinatorService, drafters: int = 1) -> Iterator[None]:
+    """Hold the target's steps until each session with a given γ has this many drafters.
+
+    Without that, a toy target can end an answer before a drafter on a busy machine has joined.
+    """
+    extend = loaded.engine.extend
+
+    def joined(session: str) -> bool:
+        live = service.sessions._sessions.get(session)
+        asks = live is not None and not live.ended and live.record.request.speculation.gamma
+        return not asks or len(live.stats._kinds) >= drafters
+
+    def extend_after_joining(batch: Sequence[SessionTokens]) -> StepResult:
+        deadline = time.monotonic() + JOIN_S
+        while not all(joined(new.session.partition("@")[0]) for new in batch):
+            assert time.monotonic() < deadline, f"not within {JOIN_S:g} s: {drafters} drafters on each session"
+            time.sleep(0.001)
+        return extend(batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaded.engine, "extend", extend_after_joining)
+        yield
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -191,6 +219,7 @@ class House:
     drafters: dict[str, str]
     redis: Redis
     service: CoordinatorService
+    loaded: LoadedModel  # the verifier's
 
 
 HEARTBEAT_MS = 100
@@ -225,7 +254,7 @@ async def house(
             ),
         }
         await _whole(service, 3)
-        yield House(coordinator, verifier, drafters, redis_server, service)
+        yield House(coordinator, verifier, drafters, redis_server, service, loaded)
 
 
 async def _whole(service: CoordinatorService, workers: int) -> None:
@@ -238,6 +267,7 @@ class Home:
 
     coordinator: str
     service: CoordinatorService
+    loaded: LoadedModel  # the verifier's
 
     async def knows(self, drafters: int) -> None:
         assert await soon(
@@ -264,6 +294,6 @@ async def home(
         in_process(service, settings) as coordinator,
         verifier_serving(loaded, folder, coordinators=coordinator),
     ):
-        home = Home(coordinator, service)
+        home = Home(coordinator, service, loaded)
         await home.knows(0)
         yield home

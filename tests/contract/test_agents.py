@@ -74,7 +74,7 @@ async def agent(redis_server: Redis, tmp_path_factory: pytest.TempPathFactory) -
         drafter_serving(kind="ngram", coordinators=coordinator),
         AsyncOpenAI(base_url=f"http://{service.http_address}/v1", api_key="none", max_retries=0, timeout=60) as api,
     ):
-        home = Home(coordinator, service)
+        home = Home(coordinator, service, loaded)
         await home.knows(1)
         yield Agent(api, home)
 

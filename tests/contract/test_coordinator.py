@@ -25,7 +25,7 @@ from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Output, ask, client, failure, follow, free_port, generate, generate_all, until_async
-from tests.contract.conftest import HEARTBEAT_MS, Greedy, House
+from tests.contract.conftest import HEARTBEAT_MS, Greedy, House, after_joining
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,7 +42,8 @@ async def test_generate_streams_text_tokens_and_kinds(
 ) -> None:
     request = ask(PROMPT, temperature=0.0, max_tokens=24, ignore_eos=True, gamma=gamma, drafter=drafter)
     async with client(house.coordinator) as stub:
-        output = await generate(stub, request)
+        with after_joining(house.loaded, house.service):
+            output = await generate(stub, request)
     prompt = loaded.tokenizer.encode(PROMPT)
     assert output.token_ids == greedy(prompt, 24)
     assert output.text == loaded.tokenizer.decode(prompt + output.token_ids, skip_special_tokens=True)[len(PROMPT) :]
@@ -140,7 +141,8 @@ async def test_logprobs_for_every_token(house: House) -> None:
 async def test_modes_with_probabilities(house: House, mode: int) -> None:
     request = ask(PROMPT, seed=4, max_tokens=40, ignore_eos=True, verification=mode, gamma=3, drafter="model")
     async with client(house.coordinator) as stub:
-        output = await generate(stub, request)
+        with after_joining(house.loaded, house.service):
+            output = await generate(stub, request)
     assert len(output.token_ids) == 40
     assert output.stats.accepted_tokens > 0
 

@@ -13,14 +13,14 @@ import pytest_asyncio
 
 from coordinator.api.service import CoordinatorService
 from outrider.base.aio import until
-from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.loader import LoadedModel, load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.toy_models import byte_tokenizer, make_model
 from outrider.v1 import common_pb2 as common
 from tests.cluster import Output, Redis, ask, generate_all, in_process
-from tests.contract.conftest import HEARTBEAT_MS, drafter_serving, verifier_serving
+from tests.contract.conftest import HEARTBEAT_MS, after_joining, drafter_serving, verifier_serving
 from tests.models import permuted_vocabulary
 
 pytestmark = pytest.mark.timeout(120)
@@ -64,10 +64,11 @@ WAYS: dict[str, tuple[dict[str, str], int]] = {
 class Home:
     """A coordinator and a verifier; a drafter comes for each test."""
 
-    def __init__(self, address: str, service: CoordinatorService, folder: Path) -> None:
+    def __init__(self, address: str, service: CoordinatorService, folder: Path, loaded: LoadedModel) -> None:
         self._address = address
         self._service = service
         self._folder = folder
+        self._loaded = loaded
 
     async def knows(self, drafters: int) -> None:
         assert await until(
@@ -93,7 +94,8 @@ class Home:
             request.speculation.branches = branches
             # Long enough for a guess to be there before the verifier goes on alone.
             request.speculation.patience_us = 1_000_000 if gamma else 0
-        return await generate_all(self._address, requests)
+        with after_joining(self._loaded, self._service):
+            return await generate_all(self._address, requests)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -105,7 +107,7 @@ async def home(folder: Path, redis_server: Redis, tmp_path_factory: pytest.TempP
         in_process(service, settings) as address,
         verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), coordinators=address),
     ):
-        home = Home(address, service, folder)
+        home = Home(address, service, folder, loaded)
         await home.knows(0)
         yield home
 

@@ -21,9 +21,9 @@ from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.speculation import Guess
 from outrider.v1 import common_pb2 as common
 from tests.cluster import Redis
-from tests.contract.conftest import Greedy, Verify, verifier_serving, verifying
+from tests.contract.conftest import Greedy, Verify, after_joining, verifier_serving, verifying
 from tests.contract.test_hidden_states import states_of
-from tests.contract.test_layer_drafters import ATTEMPTS, LAYERS, OUT, Reader, fed, fleet, packed
+from tests.contract.test_layer_drafters import LAYERS, OUT, Reader, fed, fleet, packed
 from verifier.hidden_states.buffer import PROMPT_WINDOW
 from verifier.hidden_states.earlier_states import PIECE_BYTES
 
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.timeout(60)
 
 LONG = [(5 * i + 2) % 251 for i in range(700)]
 TOKENS = 60
+ATTEMPTS = 10
 WAIT_US = 10_000_000
 
 
@@ -62,24 +63,30 @@ def rows(parts: list[HiddenStates]) -> torch.Tensor:
     return torch.cat([decode(part) for part in parts])
 
 
+def continued(target: LlamaForCausalLM) -> list[int]:
+    """Return the long prompt with the target's greedy text."""
+    with torch.inference_mode():
+        text = target.generate(torch.tensor([LONG]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
+    return [int(token) for token in text[0]]
+
+
 async def test_a_cached_prefix_has_the_same_states_as_a_computed_one(
     loaded: LoadedModel, redis_server: Redis, tmp_path: Path, plain_target: LlamaForCausalLM
 ) -> None:
-    with torch.inference_mode():
-        text = plain_target.generate(torch.tensor([LONG]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
-    truth, projection = text[0].tolist(), packed(plain_target)
+    truth, projection = continued(plain_target), packed(plain_target)
     reader = ContextReader(projection, truth)
     cached: list[int] = []
     async with fleet(loaded, redis_server, tmp_path, reader) as running:
         assert await until(lambda: fed(running.service, projection), 20)
-        for _ in range(ATTEMPTS):  # on a busy machine a session may end before its drafter has joined
-            output = await running.generate(LONG, max_tokens=TOKENS)
-            assert output.token_ids == truth[len(LONG) :]
-            assert output.stats.drafter_losses == 0
-            cached.append(output.stats.cached_tokens)
-            whole = [each for each, got in reader.sessions.items() if any(parts[0].position == 0 for parts in got)]
-            if len(whole) > 1:
-                break
+        with after_joining(running.loaded, running.service):
+            for _ in range(ATTEMPTS):  # the earlier states may come after the end of a short answer
+                output = await running.generate(LONG, max_tokens=TOKENS)
+                assert output.token_ids == truth[len(LONG) :]
+                assert output.stats.drafter_losses == 0
+                cached.append(output.stats.cached_tokens)
+                whole = [each for each, got in reader.sessions.items() if any(parts[0].position == 0 for parts in got)]
+                if len(whole) > 1:
+                    break
     assert cached[-1] > len(LONG) // 2, "the prefix cache spared the prompt"
     first, second = (rows(reader.whole(session)) for session in whole)
     assert min(len(first), len(second)) > len(LONG)
@@ -95,17 +102,16 @@ async def test_a_cached_prefix_has_the_same_states_as_a_computed_one(
 
 
 async def test_a_drafter_that_reads_one_state_gets_the_newest_ones_only(
-    loaded: LoadedModel, redis_server: Redis, tmp_path: Path, plain_target: LlamaForCausalLM, greedy: Greedy
+    loaded: LoadedModel, redis_server: Redis, tmp_path: Path, plain_target: LlamaForCausalLM
 ) -> None:
     projection = packed(plain_target)
-    reader = ContextReader(projection, LONG + greedy(LONG, TOKENS), reads_context=False)
+    reader = ContextReader(projection, continued(plain_target), reads_context=False)
     async with fleet(loaded, redis_server, tmp_path, reader) as running:
         assert await until(lambda: fed(running.service, projection), 20)
-        for _ in range(ATTEMPTS):
+        with after_joining(running.loaded, running.service):
             await running.generate(LONG, max_tokens=TOKENS)
-            if reader.sessions:
-                break
-    got = [parts[0].position for parts in reader.sessions[next(iter(reader.sessions))]]
+    (session,) = reader.sessions.values()
+    got = [parts[0].position for parts in session]
     assert min(got) >= len(LONG) - PROMPT_WINDOW
 
 

@@ -12,14 +12,17 @@ import pytest
 import pytest_asyncio
 
 from coordinator.api.service import CoordinatorService
+from outrider.base.aio import until
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.models.drafter_choice import choose_drafter
+from outrider.protocol.fleet import Role
+from outrider.protocol.hidden_states.messages import FINAL_STATES
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import common_pb2 as common
 from tests import published, turning
 from tests.cluster import Redis, in_process
-from tests.contract.conftest import HEARTBEAT_MS, Home, drafter_serving, verifier_serving
+from tests.contract.conftest import HEARTBEAT_MS, Home, after_joining, drafter_serving, verifier_serving
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,7 +50,7 @@ async def home(target: Path, redis_server: Redis, tmp_path_factory: pytest.TempP
         in_process(service, settings) as coordinator,
         verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), coordinators=coordinator),
     ):
-        home = Home(coordinator, service)
+        home = Home(coordinator, service, loaded)
         await home.knows(0)
         yield home
 
@@ -58,11 +61,12 @@ def flags(checkpoint: Path, target: Path) -> dict[str, Any]:
     return {"kind": kind, "model": model, "target": str(target), "device": "cpu", "kv_tokens": 4096}
 
 
-async def _until_it_drafts(home: Home) -> None:
-    for _ in range(100):
-        if (await home.answer(gamma=4, temperature=0.0, max_tokens=LENGTH)).stats.draft_tokens:
-            return
-    raise AssertionError("it does not draft")
+def fed(service: CoordinatorService) -> bool:
+    """Return whether the verifier has the projections of all drafters."""
+    workers = [connection.info for connection in service.sessions.worker_pool.connections()]
+    (verifier,) = (worker for worker in workers if worker.role is Role.VERIFIER)
+    specs = [worker.state_spec or FINAL_STATES for worker in workers if worker.role is Role.DRAFTER]
+    return all(service.sessions.delivery.feeds(verifier, spec) for spec in specs)
 
 
 @pytest.mark.parametrize("name", [*turning.KINDS, *AGREEING])
@@ -79,12 +83,13 @@ async def test_text_is_the_targets_and_guesses_are_accepted(
     assert (chosen["kind"], chosen["model"]) == ("published", str(checkpoint)), "no kind was named"
     async with drafter_serving(**chosen, coordinators=home.coordinator):
         await home.knows(1)
-        await _until_it_drafts(home)  # the first session brings the projection to the verifier
+        assert await until(lambda: fed(home.service), 20)
         modes = (common.VERIFICATION_REJECTION, common.VERIFICATION_BLOCK)
-        outputs = await asyncio.gather(
-            *(home.answer(gamma=4, branches=b, temperature=t, **params) for t in (0.0, 1.0) for b in (1, 3)),
-            *(home.answer(gamma=4, temperature=1.0, verification=mode, **params) for mode in modes),
-        )
+        with after_joining(home.loaded, home.service):
+            outputs = await asyncio.gather(
+                *(home.answer(gamma=4, branches=b, temperature=t, **params) for t in (0.0, 1.0) for b in (1, 3)),
+                *(home.answer(gamma=4, temperature=1.0, verification=mode, **params) for mode in modes),
+            )
     await home.knows(0)
     wanted = [greedy.token_ids] * 2 + [drawn.token_ids] * 2
     assert [output.token_ids for output in outputs[:4]] == wanted

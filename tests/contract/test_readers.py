@@ -45,7 +45,7 @@ async def small(
         coordinator = await exits.enter_async_context(in_process(service, settings))
         folder = tmp_path_factory.mktemp("tokenizer")
         await exits.enter_async_context(verifier_serving(loaded, folder, coordinators=coordinator))
-        small = Home(coordinator, service)
+        small = Home(coordinator, service, loaded)
         await small.knows(0)
         yield small
 

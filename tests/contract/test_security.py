@@ -51,7 +51,7 @@ from tests.cluster import (
     until,
 )
 from tests.conftest import Models
-from tests.contract.conftest import drafter_serving, verifier_serving
+from tests.contract.conftest import after_joining, drafter_serving, verifier_serving
 from tests.contract.test_processes import SERVICES, assert_told, run
 
 pytestmark = pytest.mark.timeout(120)
@@ -78,6 +78,7 @@ class Guarded:
     """Where each service listens, and the key that opens it."""
 
     addresses: dict[str, str]
+    service: CoordinatorService
 
     def address(self, method: MethodDescriptor) -> str:
         return self.addresses[method.containing_service.full_name]
@@ -113,7 +114,8 @@ async def guarded(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory)
                 "outrider.v1.Registry": coordinator,
                 "outrider.v1.Verifier": verifier,
                 "outrider.v1.Drafter": drafter,
-            }
+            },
+            service,
         )
 
 
@@ -167,13 +169,14 @@ async def test_probes_need_no_key_and_reflection_does(guarded: Guarded, service:
         assert caught.value.code() is UNAUTHENTICATED
 
 
-async def test_clients_are_told_what_is_missing(guarded: Guarded) -> None:
+async def test_clients_are_told_what_is_missing(guarded: Guarded, loaded: LoadedModel) -> None:
     address = guarded.addresses["outrider.v1.Outrider"]
     async with AsyncClient([address]) as stranger:
         with pytest.raises(Unauthenticated, match="Bearer KEY"):
             await stranger.complete("Hello")
     async with AsyncClient([address], api_key=API_KEY) as client:
-        made = await client.complete("ab ab ab ab", params=REPEATING, gamma=2)
+        with after_joining(loaded, guarded.service):
+            made = await client.complete("ab ab ab ab", params=REPEATING, gamma=2)
         assert made.finished.stats.draft_tokens > 0, "the drafter, too, let the coordinator in"
 
 

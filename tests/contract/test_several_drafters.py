@@ -37,6 +37,7 @@ from tests.contract.conftest import (
     HOME_PROMPT,
     Greedy,
     Home,
+    after_joining,
     drafter_serving,
     soon,
     verifier_serving,
@@ -58,11 +59,12 @@ async def modelled(home: Home, models: Models, delay_ms: float = 0.0) -> AsyncIt
 
 
 @asynccontextmanager
-async def both(home: Home, models: Models) -> AsyncIterator[EmulatedLink]:
-    """A drafter of each kind; the link to the one with a model."""
+async def both(home: Home, models: Models, joining: int = 2) -> AsyncIterator[EmulatedLink]:
+    """A drafter of each kind, so many of which join each session; the link to the one with a model."""
     async with drafter_serving(kind="ngram", coordinators=home.coordinator), modelled(home, models) as link:
         await home.knows(2)
-        yield link
+        with after_joining(home.loaded, home.service, joining):
+            yield link
     await home.knows(0)
 
 
@@ -138,8 +140,8 @@ async def test_one_drafter_each_when_that_is_the_setting(
     async with in_process(service, settings) as coordinator:
         folder = tmp_path_factory.mktemp("tokenizer")
         async with verifier_serving(loaded, folder, coordinators=coordinator):
-            home = Home(coordinator, service)
-            async with both(home, models):
+            home = Home(coordinator, service, loaded)
+            async with both(home, models, joining=1):
                 output = await home.answer(gamma=4, temperature=0.0)
     assert len(output.stats.drafters) == 1
 
@@ -150,12 +152,13 @@ async def test_never_two_of_one_model(home: Home) -> None:
         drafter_serving(kind="ngram", coordinators=home.coordinator),
     ):
         await home.knows(2)
-        running = asyncio.create_task(home.answer(gamma=4, temperature=0.0, max_tokens=400))
         links = home.service.sessions.worker_pool.connections
         most = 0
-        while not running.done():
-            most = max(most, sum(link.sessions for link in links() if link.info.kind == "ngram"))
-            await asyncio.sleep(0)
+        with after_joining(home.loaded, home.service):
+            running = asyncio.create_task(home.answer(gamma=4, temperature=0.0, max_tokens=400))
+            while not running.done():
+                most = max(most, sum(link.sessions for link in links() if link.info.kind == "ngram"))
+                await asyncio.sleep(0)
         assert len((await running).stats.drafters) == 1
     await home.knows(0)
     assert most == 1
@@ -165,17 +168,19 @@ async def test_who_passes_at_once_does_not_cut_short_the_wait_for_the_other(home
     request = ask(HOME_PROMPT, temperature=0.0, max_tokens=200, ignore_eos=True, gamma=4, patience_us=2_000_000)
     async with listening(home, Listener()), modelled(home, models, delay_ms=5.0), client(home.coordinator) as stub:
         await home.knows(2)
-        output = await generate(stub, request)
+        with after_joining(home.loaded, home.service, drafters=2):
+            output = await generate(stub, request)
     await home.knows(0)
     assert set(shares(output)) == {"listener", "model"}
-    assert output.stats.drafts > 0.6 * output.stats.steps, "all but those before it was attached"
+    assert output.stats.drafts > 0.6 * output.stats.steps, "all but the prompt's"
 
 
 async def test_who_sends_nonsense_is_left_alone_and_the_other_stays(home: Home, models: Models) -> None:
     plain = await home.answer(gamma=0, seed=5)
     async with listening(home, Babbler()), modelled(home, models):
         await home.knows(2)
-        output = await home.answer(gamma=4, seed=5)
+        with after_joining(home.loaded, home.service, drafters=2):
+            output = await home.answer(gamma=4, seed=5)
     await home.knows(0)
     assert output.token_ids == plain.token_ids
     assert output.stats.drafter_losses == 1
@@ -197,19 +202,19 @@ async def test_branches_are_checked(home: Home) -> None:
 
 
 class Listener:
-    """A drafter that wants hidden states, keeps what it is given, and guesses nothing. `pause_s` holds a session up."""
+    """A drafter that wants hidden states, keeps what it is given, and guesses nothing. `pause_s` holds sessions up."""
 
     needs_hidden_states = True
 
     def __init__(self, name: str = "listener", pause_s: float = 0.0) -> None:
-        self._pause_s = pause_s
+        self.pause_s = pause_s
         self.info = ModelInfo(name=name, fingerprint=name)
         self.vocabulary: Vocabulary | None = None
         self.heard: dict[str, list[HiddenStates]] = {}
         self.ended = threading.Event()
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
-        time.sleep(self._pause_s)
+        time.sleep(self.pause_s)
         for one in requests:
             self.heard.setdefault(one.session, []).extend(one.hidden_states)
         return [request.chain(done=True) for request in requests]
@@ -279,8 +284,9 @@ async def test_hidden_states_reach_the_drafter_from_the_prompt_on(home: Home, pl
     prompt = [(3 * i) % 250 for i in range(60)]
     output = Output()
     async with listening(home, listener):
-        async for _ in stream(home, prompt, output, max_tokens=40):
-            pass
+        with after_joining(home.loaded, home.service):
+            async for _ in stream(home, prompt, output, max_tokens=40):
+                pass
         assert await until(listener.ended.is_set, 5)
     assert check_rows(listener, plain_target, prompt + output.token_ids) == 0
     _, rows = listener.rows()
@@ -294,10 +300,13 @@ async def test_a_later_drafter_gets_what_was_kept(home: Home, plain_target: Llam
     output = Output()
     came = False
     async with listening(home, early), AsyncExitStack() as stack:
-        async for _ in stream(home, prompt, output, max_tokens=500):
-            if len(output.token_ids) > 20 and not came:
-                came = True
-                await stack.enter_async_context(listening(home, late))
+        with after_joining(home.loaded, home.service):
+            async for _ in stream(home, prompt, output, max_tokens=500):
+                if len(output.token_ids) > 20 and not came:
+                    came = True
+                    await stack.enter_async_context(listening(home, late))
+                elif any(late.heard.values()):
+                    early.pause_s = 0.0
         assert await until(late.ended.is_set, 5)
     tokens = prompt + output.token_ids
     assert check_rows(early, plain_target, tokens) == 0
@@ -314,17 +323,19 @@ async def test_hidden_states_are_asked_for_when_somebody_wants_them_and_not_long
     output = Output()
     asked: list[bool] = []
     came = False
-    # The mute one holds the session up, so that the listener comes before the end.
-    async with listening(home, Mute("mute", pause_s=0.01)), AsyncExitStack() as stack:
-        async for _ in stream(home, prompt, output, max_tokens=500):
-            session = next(iter(home.service.sessions.live), None)
-            asked.append(session is not None and bool(session.drafting._states.requested))
-            if len(output.token_ids) > 20 and not came:
-                assert not any(asked), "nobody wanted any"
-                came = True
-                await stack.enter_async_context(listening(home, listener))
-            elif listener.heard and any(listener.heard.values()) and not listener.ended.is_set():
-                await stack.aclose()
+    mute = Mute("mute", pause_s=0.01)  # holds the session up, so that the listener comes before the end
+    async with listening(home, mute), AsyncExitStack() as stack:
+        with after_joining(home.loaded, home.service):
+            async for _ in stream(home, prompt, output, max_tokens=500):
+                session = next(iter(home.service.sessions.live), None)
+                asked.append(session is not None and bool(session.drafting._states.requested))
+                if len(output.token_ids) > 20 and not came:
+                    assert not any(asked), "nobody wanted any"
+                    came = True
+                    await stack.enter_async_context(listening(home, listener))
+                elif listener.heard and any(listener.heard.values()) and not listener.ended.is_set():
+                    await stack.aclose()
+                    mute.pause_s = 0.0
     first = check_rows(listener, plain_target, prompt + output.token_ids)
     assert first >= len(prompt) + 20
     assert any(asked)

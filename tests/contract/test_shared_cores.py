@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from coordinator.api.service import CoordinatorService
 from outrider.engine.loading.loader import LoadedModel
+from outrider.engine.throttled import ThrottledEngine
 from outrider.models.tokenizer import save_tokenizer
 from outrider.protocol.cost_curve import CostCurve
 from outrider.settings.coordinator import CoordinatorSettings
@@ -24,7 +25,7 @@ from verifier.service import VerifierService
 
 pytestmark = pytest.mark.timeout(60)
 
-STEEP = CostCurve.line(1.0, 1.0)  # every token of a step costs as much as the first: guesses never pay beside others
+STEEP = CostCurve.line(2.0, 2.0)  # every token of a step costs as much as the first: guesses never pay beside others
 WIDTH_BYTES = 2  # of a value of a hidden state
 
 
@@ -33,7 +34,7 @@ async def steep(loaded: LoadedModel, redis_server: Redis, tmp_path: Path) -> Asy
     settings = CoordinatorSettings(http_port=0, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
     service = CoordinatorService(settings, redis_server.url.removesuffix("0") + "2")
     async with in_process(service, settings) as coordinator, _verifier(loaded, tmp_path, coordinator):
-        home = Home(coordinator, service)
+        home = Home(coordinator, service, loaded)
         await home.knows(0)
         yield home
 
@@ -42,7 +43,8 @@ async def steep(loaded: LoadedModel, redis_server: Redis, tmp_path: Path) -> Asy
 async def _verifier(loaded: LoadedModel, folder: Path, coordinator: str) -> AsyncIterator[None]:
     settings = VerifierSettings(coordinators=coordinator)
     files = save_tokenizer(loaded.tokenizer, folder)
-    service = VerifierService(EngineTarget(loaded.engine), loaded.vocabulary, files, settings, STEEP)
+    engine = ThrottledEngine(loaded.engine, STEEP)  # slow enough for the others to come before the first ends
+    service = VerifierService(EngineTarget(engine), loaded.vocabulary, files, settings, STEEP)
     async with in_process(service, settings):
         yield
 
@@ -53,7 +55,7 @@ async def test_beside_others_a_session_that_does_not_guess_sends_no_hidden_state
     """The first one is alone for a while, and its drafter gets them. The later ones never attach theirs."""
     listener, begun = Listener(), asyncio.Event()
     prompts = [[(first * index + first) % 250 for index in range(40)] for first in (3, 5, 7, 11)]
-    lengths = [150, 300, 300, 300]
+    lengths = [150, 150, 150, 150]
 
     async def answer(number: int) -> Output:
         def note(output: Output) -> None:

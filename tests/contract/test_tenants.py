@@ -23,7 +23,7 @@ from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Output, Redis, ask, failure, follow, generate, in_process
-from tests.contract.conftest import drafter_serving, verifier_serving
+from tests.contract.conftest import after_joining, drafter_serving, verifier_serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -100,14 +100,15 @@ async def test_idempotency_keys_are_each_tenant_s_own(hotel: Hotel) -> None:
     assert first.session_id == again.session_id != other.session_id
 
 
-async def test_what_is_cached_tells_nothing_of_others(hotel: Hotel) -> None:
+async def test_what_is_cached_tells_nothing_of_others(hotel: Hotel, loaded: LoadedModel) -> None:
     """Neither the count of cached tokens nor what a drafter guesses."""
     prompt = f"{secrets.token_hex(8)} {PROMPT * 2}"
     request = ask(prompt, temperature=0.0, max_tokens=100, ignore_eos=True, gamma=4, patience_us=100_000)
     async with hotel.guest(ALICE) as alice, hotel.guest(BOB) as bob:
-        await generate(alice, request)
-        again = await generate(alice, request)
-        other = await generate(bob, request)
+        with after_joining(loaded, hotel.service):
+            await generate(alice, request)
+            again = await generate(alice, request)
+            other = await generate(bob, request)
     assert again.stats.cached_tokens > 0
     assert other.stats.cached_tokens == 0
     assert again.token_ids == other.token_ids

@@ -15,7 +15,7 @@ from coordinator.control.throughput_model import Mode
 from outrider.settings.coordinator import CoordinatorSettings
 from tests.bench_serve import Counts, read
 from tests.cluster import Redis, in_process
-from tests.contract.conftest import House
+from tests.contract.conftest import House, after_joining
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -70,11 +70,12 @@ async def test_what_lies_between_two_pages_is_what_requests_were_told(house: Hou
     before = await scraped(web)
     common = {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0}
     found = []
-    for wish in WISHES:
-        body = common | {"speculation": wish}
-        for ask in (whole, streamed):
-            found.append(await ask(web, "/v1/completions", body | {"prompt": PROMPT}))
-            found.append(await ask(web, "/v1/chat/completions", body | {"messages": CHAT}))
+    with after_joining(house.loaded, house.service):
+        for wish in WISHES:
+            body = common | {"speculation": wish}
+            for ask in (whole, streamed):
+                found.append(await ask(web, "/v1/completions", body | {"prompt": PROMPT}))
+                found.append(await ask(web, "/v1/chat/completions", body | {"messages": CHAT}))
     between = (await scraped(web)).since(before)
     assert between.drafts == sum(each["num_spec_steps"] for each in found) > 0
     assert between.draft_tokens == sum(each["num_draft_tokens"] for each in found)

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import Cluster, ask, generate_all
+from tests.cluster import SLOW, Cluster, ask, generate_all
 from tests.conftest import Models
 from tests.e2e.prompts import mixed
 
 PROMPTS = mixed(8)
-# Steps this slow leave a drafter time to guess for every session, also while other tests use the cores.
-PACE = "1:5,64:5"
 WAYS = [(0, ""), (1, "model"), (4, "model"), (4, "ngram"), (8, "ngram")]
 
 
@@ -21,7 +19,7 @@ WAYS = [(0, ""), (1, "model"), (4, "model"), (4, "ngram"), (8, "ngram")]
 async def test_guesses_do_not_change_the_text(models: Models, tmp_path: Path, weights: tuple[str, ...]) -> None:
     cluster = Cluster(tmp_path)
     cluster.add_coordinator()
-    cluster.add_verifier(models.target, *weights, "--engine", "native", "--pace", PACE)
+    cluster.add_verifier(models.target, *weights, "--engine", "native", *SLOW)
     cluster.add_drafter("model", models.draft)
     cluster.add_drafter("ngram")
     cluster.start()

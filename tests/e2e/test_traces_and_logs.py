@@ -15,13 +15,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from outrider.protocol.errors import InvalidRequest
-from tests.cluster import Cluster, Output, Process, ask, client, follow, until_async, verifier_load
+from tests.cluster import SLOW, Cluster, Output, Process, ask, client, follow, until_async, verifier_load
 from tests.conftest import Models
 
 pytestmark = pytest.mark.timeout(120)
 
 PROMPT = "A trace is a thread through the maze. "
 CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+LENGTH = 60
 TRACE, PARENT = CALLER.split("-")[1:3]
 
 
@@ -121,7 +122,7 @@ def watched(models: Models, collector: Collector, tmp_path_factory: pytest.TempP
     cluster = Cluster(tmp_path_factory.mktemp("watched"))
     cluster.add_coordinator(*flags)
     for _ in range(2):
-        cluster.add_verifier(models.target, *flags)
+        cluster.add_verifier(models.target, *SLOW, *flags)
     cluster.add_drafter("model", models.draft, *flags)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
@@ -130,7 +131,7 @@ def watched(models: Models, collector: Collector, tmp_path_factory: pytest.TempP
 
 
 async def answer(cluster: Cluster, request_id: str, **options: Any) -> Output:
-    request = ask(PROMPT, **({"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, "gamma": 3} | options))
+    request = ask(PROMPT, **({"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True, "gamma": 3} | options))
     metadata = (("x-request-id", request_id), ("traceparent", CALLER))
     async with client(cluster.address) as stub:
         return await follow(stub.Generate(request, metadata=metadata, timeout=60), Output())
@@ -171,13 +172,13 @@ async def test_one_request_is_one_trace_through_all_services(watched: Cluster, c
         assert seen.attributes["outrider.request_id"] == "traced"
         assert seen.events == ["first token"]
     told, stats = generate.attributes, output.stats
-    assert told["gen_ai.usage.output_tokens"] == 40
+    assert told["gen_ai.usage.output_tokens"] == LENGTH
     assert told["gen_ai.usage.input_tokens"] == output.prompt_tokens
     assert [each.string_value for each in told["gen_ai.response.finish_reasons"].values] == ["length"]
     assert told["outrider.steps"] == at_verifier.attributes["outrider.steps"] == stats.steps
     assert told["outrider.acceptance_length"] == pytest.approx(stats.acceptance_length)
     assert told["outrider.mean_gamma"] == pytest.approx(stats.mean_gamma)
-    assert at_verifier.attributes["outrider.tokens"] == 40
+    assert at_verifier.attributes["outrider.tokens"] == LENGTH
     assert at_verifier.attributes["outrider.mean_step_ms"] == pytest.approx(stats.mean_step_ms)
     assert to_verifier.attributes["server.address"] in {process.address for process in watched.verifiers}
     assert to_drafter.attributes["outrider.kind"] == "model"
@@ -206,7 +207,7 @@ async def test_every_line_is_an_object_and_names_the_request(watched: Cluster) -
         for line in lines(watched.coordinators[0])
         if line["event"] == "request ended" and ids.items() <= line.items()
     ]
-    assert (told["reason"], told["output_tokens"]) == ("length", 40)
+    assert (told["reason"], told["output_tokens"]) == ("length", LENGTH)
 
 
 async def test_a_refused_request_is_named_in_the_log(watched: Cluster) -> None:
@@ -229,12 +230,12 @@ async def test_a_lost_drafter_and_a_lost_verifier_are_events_of_the_trace(
     """Last in this module: it kills them."""
 
     def kill_in_turn(output: Output) -> None:
-        if len(output.token_ids) >= 100 and watched.drafters[0].alive:
+        if len(output.token_ids) >= 60 and watched.drafters[0].alive:
             watched.drafters[0].kill()
-        if len(output.token_ids) >= 400 and all(process.alive for process in watched.verifiers):
+        if len(output.token_ids) >= 120 and all(process.alive for process in watched.verifiers):
             next(process for process in watched.verifiers if verifier_load(process.address).sessions).kill()
 
-    request = ask(PROMPT, temperature=0.0, max_tokens=1000, ignore_eos=True, gamma=3)
+    request = ask(PROMPT, temperature=0.0, max_tokens=240, ignore_eos=True, gamma=3)
     metadata = (("x-request-id", "bumpy"),)
     async with client(watched.address) as stub:
         output = await follow(stub.Generate(request, metadata=metadata, timeout=90), Output(), kill_in_turn)
