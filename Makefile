@@ -25,7 +25,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) --grpc_pyt
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
 
-.PHONY: help setup dev demo up test everything check static begin format lint types imports stubs shape gpu vllm vllm-v1 vllm-v2 prove-vllm clients prove chaos fuzz proto loadtest clean
+.PHONY: help setup dev demo up test everything check static begin format lint types imports stubs kernels shape gpu vllm vllm-v1 vllm-v2 prove-vllm clients prove chaos fuzz proto loadtest clean
 
 help:  ## This list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -69,7 +69,10 @@ static: format lint types imports stubs
 check: dev static everything  ## The whole gate.
 
 # What .ci/run begins with, two at a time: installation waits for the network and disks while the checks compute.
-begin: dev $(VLLM_PACKAGES) static $(CLIENTS_STAMP)
+begin: dev $(VLLM_PACKAGES) static kernels $(CLIENTS_STAMP)
+
+kernels: dev
+	@$(BIN)/python -m tests.kernels
 
 format: dev
 	@$(BIN)/ruff format --check .
