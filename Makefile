@@ -25,6 +25,10 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) --grpc_pyt
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
 
+# Packages are installed without bytecode. The first process that imports them writes it, whatever the environment says:
+# hundreds of processes would compile their libraries again, each for seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup dev demo up test everything check static begin format lint types imports stubs kernels shape gpu vllm vllm-v1 vllm-v2 prove-vllm clients prove chaos fuzz proto loadtest clean
 
 help:  ## This list.
