@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,17 @@ def plain_target(models: Models) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session")
 def greedy(plain_target: LlamaForCausalLM) -> Greedy:
-    """The target's own greedy output for a prompt of tokens, past any end token."""
+    """The target's own greedy output for a prompt of tokens, past any end token. Many tests ask for the same."""
+
+    @cache
+    def next_token(*tokens: int) -> int:
+        with torch.inference_mode():
+            return int(plain_target(torch.tensor([tokens])).logits[0, -1].argmax())
 
     def run(prompt: list[int], length: int) -> list[int]:
         tokens = list(prompt)
-        with torch.inference_mode():
-            for _ in range(length):
-                tokens.append(int(plain_target(torch.tensor([tokens])).logits[0, -1].argmax()))
+        for _ in range(length):
+            tokens.append(next_token(*tokens))
         return tokens[len(prompt) :]
 
     return run
