@@ -37,6 +37,26 @@ from verifier.service import VerifierService
 Greedy = Callable[[list[int], int], list[int]]
 
 
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Run the command `outrider` with wrong flags, here: return the only line that it prints."""
+
+    from outrider.cli.app import main  # here: few tests need the command line
+
+    def run(*flags: str) -> str:
+        monkeypatch.setattr("sys.argv", ["outrider", *flags])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 1
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        return line
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def loaded(models: Models) -> LoadedModel:
     return load_model(str(models.target), EngineOptions(device="cpu"))
