@@ -75,7 +75,9 @@ check: dev static everything  ## The whole gate.
 # What .ci/run begins with, two at a time: installation waits for the network and disks while the checks compute.
 begin: dev $(VLLM_PACKAGES) static kernels $(CLIENTS_STAMP)
 
+# And the bytecode of the largest libraries, which all processes of the tests would compile at once.
 kernels: dev
+	@$(BIN)/python -m tests.forking torch < /dev/null
 	@$(BIN)/python -m tests.kernels
 
 format: dev
