@@ -14,9 +14,9 @@ VLLM_REQUIREMENTS := deploy/vllm/requirements-cpu.txt
 VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -W default tests/vllm
 # A status above 128: a library crashed.
 SHOW_CRASH = || { status=$$?; [ $$status -lt 128 ] || head -n 20 $(VLLM_VENV)/crash-$(1).txt; exit $$status; }
-# Triton comes with vLLM, so the kernel of the sampler is tested in the same environment.
-KERNEL_TESTS = TRITON_INTERPRET=1 $(VLLM_VENV)/bin/python -m pytest -W default \
-	tests/unit/outrider/speculation/test_triton_race.py
+# Triton comes with vLLM, so the kernel of the sampler is tested beside the newer runner.
+KERNEL_TESTS = tests/unit/outrider/speculation/test_triton_race.py
+V2 = VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1
 CLIENTS_VENV := .venv-clients
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
 CLIENTS_REQUIREMENTS := tests/clients/requirements.txt
@@ -25,7 +25,11 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) --grpc_pyt
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
 
-.PHONY: help setup dev demo up test everything check static begin format lint types imports stubs shape gpu vllm vllm-v1 vllm-v2 prove-vllm clients prove chaos fuzz proto loadtest clean
+# Packages are installed without bytecode. The first process that imports them writes it, whatever the environment says:
+# hundreds of processes would compile their libraries again, each for seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help setup dev demo up test everything check static begin format lint types imports stubs kernels shape gpu vllm vllm-v1 vllm-v2 prove-vllm clients prove chaos fuzz proto loadtest clean
 
 help:  ## This list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -69,7 +73,12 @@ static: format lint types imports stubs
 check: dev static everything  ## The whole gate.
 
 # What .ci/run begins with, two at a time: installation waits for the network and disks while the checks compute.
-begin: dev $(VLLM_PACKAGES) static $(CLIENTS_STAMP)
+begin: dev $(VLLM_PACKAGES) static kernels $(CLIENTS_STAMP)
+
+# And the bytecode of the largest libraries, which all processes of the tests would compile at once.
+kernels: dev
+	@$(BIN)/python -m tests.forking torch < /dev/null
+	@$(BIN)/python -m tests.kernels
 
 format: dev
 	@$(BIN)/ruff format --check .
@@ -108,16 +117,14 @@ vllm: vllm-v1 vllm-v2  ## Tests of the verifier on vLLM, on both of its runners,
 
 vllm-v1: $(VLLM_STAMP)
 	@$(VLLM_TESTS) $(call SHOW_CRASH,v1)
-	@$(KERNEL_TESTS)
 
 vllm-v2: $(VLLM_STAMP)
-	@VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 $(VLLM_TESTS) $(call SHOW_CRASH,v2)
+	@$(V2) $(VLLM_TESTS) $(KERNEL_TESTS) $(call SHOW_CRASH,v2)
 
 prove-vllm: $(VLLM_STAMP) setup  ## The same and its slow proofs, some with the real model.
 	@$(VLLM_TESTS) -m 'prove or not prove' --timeout 3600
-	@VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 $(VLLM_TESTS)
-	@VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 $(VLLM_TESTS)/test_dspark_accept_length.py -m prove --timeout 3600
-	@$(KERNEL_TESTS)
+	@$(V2) $(VLLM_TESTS) $(KERNEL_TESTS)
+	@$(V2) $(VLLM_TESTS)/test_dspark_accept_length.py -m prove --timeout 3600
 
 # On top of .venv, whose packages it sees.
 $(CLIENTS_STAMP): $(DEV_STAMP) $(CLIENTS_REQUIREMENTS)

@@ -341,7 +341,7 @@ class Cluster:
     def addresses(self) -> list[str]:
         return [coordinator.address for coordinator in self.coordinators]
 
-    def start(self) -> Self:
+    def start(self, seconds: float = START_S) -> Self:
         """Start all processes at once: most of the time is imports, which run on several cores."""
         try:
             if self._with_redis:
@@ -349,7 +349,7 @@ class Cluster:
             for process in self.processes:
                 process.start()
             for process in self.processes:
-                process.wait_ready()
+                process.wait_ready(seconds)
             self.wait_whole()
         except BaseException:
             self.stop()

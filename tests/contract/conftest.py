@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,26 @@ Greedy = Callable[[list[int], int], list[int]]
 JOIN_S = 20.0
 
 
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Run the command `outrider` with wrong flags, here: return the only line that it prints."""
+
+    from outrider.cli.app import main  # here: few tests need the command line
+
+    def run(*flags: str) -> str:
+        monkeypatch.setattr("sys.argv", ["outrider", *flags])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 1
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        return line
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def loaded(models: Models) -> LoadedModel:
     return load_model(str(models.target), EngineOptions(device="cpu"))
@@ -52,13 +73,17 @@ def plain_target(models: Models) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session")
 def greedy(plain_target: LlamaForCausalLM) -> Greedy:
-    """The target's own greedy output for a prompt of tokens, past any end token."""
+    """The target's own greedy output for a prompt of tokens, past any end token. Many tests ask for the same."""
+
+    @cache
+    def next_token(*tokens: int) -> int:
+        with torch.inference_mode():
+            return int(plain_target(torch.tensor([tokens])).logits[0, -1].argmax())
 
     def run(prompt: list[int], length: int) -> list[int]:
         tokens = list(prompt)
-        with torch.inference_mode():
-            for _ in range(length):
-                tokens.append(int(plain_target(torch.tensor([tokens])).logits[0, -1].argmax()))
+        for _ in range(length):
+            tokens.append(next_token(*tokens))
         return tokens[len(prompt) :]
 
     return run

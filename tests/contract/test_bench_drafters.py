@@ -14,6 +14,7 @@ import pytest
 
 from tests.cluster import ROOT, environment
 from tests.conftest import Models
+from tests.contract.conftest import Refused
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -115,12 +116,10 @@ def test_ctrl_c_keeps_the_results_so_far(models: Models, tmp_path: Path) -> None
     assert "fastest drafter over all kinds: ngram" in shown
 
 
-def test_bad_prompts_get_one_clear_line(tmp_path: Path) -> None:
+def test_bad_prompts_get_one_clear_line(tmp_path: Path, refused: Refused) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"kind": "chat", "prompt": "hello"}\nhello\n')
-    done = bench("--prompts", str(broken))
-    assert done.returncode == 1
-    (line,) = done.stderr.strip().splitlines()
+    line = refused("bench", "drafters", "--prompts", str(broken))
     assert "broken.jsonl:2" in line
     assert "a JSON object" in line
 
@@ -134,8 +133,6 @@ def test_bad_prompts_get_one_clear_line(tmp_path: Path) -> None:
         (("--llama-python", "no/such/python"), ("--llama-python", "no/such/python", "a Python interpreter")),
     ],
 )
-def test_bad_flags_get_one_clear_line(flags: tuple[str, ...], words: tuple[str, ...]) -> None:
-    done = bench(*flags)
-    assert done.returncode == 1
-    (line,) = done.stderr.strip().splitlines()
+def test_bad_flags_get_one_clear_line(flags: tuple[str, ...], words: tuple[str, ...], refused: Refused) -> None:
+    line = refused("bench", "drafters", *flags)
     assert all(word in line for word in words), line

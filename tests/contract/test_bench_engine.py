@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster import ROOT, environment
 from tests.conftest import Models
+from tests.contract.conftest import Refused
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -84,8 +85,6 @@ def test_measures_everything_and_writes_it_down(models: Models, tmp_path: Path) 
         (("--target", "./no-such-model"), ("no model at ./no-such-model",)),
     ],
 )
-def test_bad_input_gets_one_clear_line(flags: tuple[str, ...], words: tuple[str, ...]) -> None:
-    done = bench(*flags)
-    assert done.returncode == 1
-    (line,) = done.stderr.strip().splitlines()
+def test_bad_input_gets_one_clear_line(flags: tuple[str, ...], words: tuple[str, ...], refused: Refused) -> None:
+    line = refused("bench", "engine", *flags)
     assert all(word in line for word in words), line

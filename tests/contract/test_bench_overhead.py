@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import ROOT, environment
+from tests.contract.conftest import Refused
 
 COMMAND = (sys.executable, "-c", "from outrider.cli.app import main; main()", "bench", "overhead")
 SURROUNDINGS = environment() | {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
@@ -35,9 +36,7 @@ def test_rounds_of_sessions_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sessions", ["none", "1,0", "1,,2", "5000"])
-def test_bad_numbers_get_one_clear_line(sessions: str) -> None:
-    done = overhead("--sessions", sessions)
-    assert done.returncode == 1
-    (line,) = done.stderr.strip().splitlines()
+def test_bad_numbers_get_one_clear_line(sessions: str, refused: Refused) -> None:
+    line = refused("bench", "overhead", "--sessions", sessions)
     assert "--sessions" in line
     assert "numbers from 1 to 1024" in line

@@ -70,6 +70,12 @@ def frames_of_a_crash(crash: int, request: pytest.FixtureRequest) -> None:
     faulthandler.enable(crash, all_threads=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def models_looked_at_here() -> None:
+    """Where vLLM meets a class of models for the first time, it starts a process that imports vLLM and looks at it."""
+    import_module("vllm.model_executor.models.registry")._run_in_subprocess = lambda look: look()
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A toy Llama with heads wide enough for vLLM."""

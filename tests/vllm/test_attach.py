@@ -83,13 +83,12 @@ def drafter(coordinator: Process, folder: Path) -> Iterator[Process]:
     made.stop()
 
 
-# In this process, with vLLM's newer runner.
+# In this process.
 
 
-def generate(model: Path, wanted: int = 0, **more: Any) -> tuple[list[list[list[int]]], int]:
-    """Return the texts of each round and the number of accepted guesses, after so many of them or ten rounds."""
+@contextlib.contextmanager
+def vllm_engine(model: Path, **more: Any) -> Iterator[Any]:
     from vllm import LLM
-    from vllm import SamplingParams as VllmSampling
 
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     llm = LLM(
@@ -104,16 +103,29 @@ def generate(model: Path, wanted: int = 0, **more: Any) -> tuple[list[list[list[
         **more,
     )
     type(import_module("vllm.platforms").current_platform).register_triton_kernel_overrides = lambda *_: None
-    params = [VllmSampling(max_tokens=LENGTH, ignore_eos=True, **kind) for kind in GUESSED]
-    texts: list[list[list[int]]] = []
-    accepted = 0
-    while not texts or (accepted < wanted and len(texts) < 10):
-        made = llm.generate(prompts(GUESSED), params, use_tqdm=False)
-        texts.append([list(each.outputs[0].token_ids) for each in made])
-        counted = {each.name: getattr(each, "value", 0) for each in llm.get_metrics()}
-        accepted = int(counted.get("vllm:spec_decode_num_accepted_tokens", 0))
-    llm.llm_engine.engine_core.shutdown()
-    return texts, accepted
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def generate(llm: Any, kinds: Sequence[dict[str, Any]] = GUESSED, length: int = LENGTH) -> list[list[int]]:
+    """Return the texts of requests of these kinds."""
+    from vllm import SamplingParams as VllmSampling
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = []
+    for kind in kinds:
+        form = kind.get("structured_outputs")
+        given = kind | ({"structured_outputs": StructuredOutputsParams(**form)} if form else {})
+        params.append(VllmSampling(max_tokens=length, ignore_eos=True, **given))
+    made = llm.generate(prompts(kinds), params, use_tqdm=False)
+    return [list(each.outputs[0].token_ids) for each in made]
+
+
+def accepted_by(llm: Any) -> int:
+    counted = {each.name: getattr(each, "value", 0) for each in llm.get_metrics()}
+    return int(counted.get("vllm:spec_decode_num_accepted_tokens", 0))
 
 
 @pytest.mark.skipif(RUNNER == "v1", reason="the test with processes shows more")
@@ -124,15 +136,19 @@ def test_the_newer_runner_draws_as_without_guesses(
     monkeypatch.setattr("vllm.v1.sample.ops.topk_topp_sampler.HAS_TRITON", False)
     coordinator.start()
     drafter.start()
-    (plain,), nothing = generate(model)
-    assert nothing == 0
+    with vllm_engine(model) as llm:
+        plain = generate(llm)
+        assert accepted_by(llm) == 0
     coordinator.wait_ready(60)
     drafter.wait_ready(120)
     additional = {"outrider": {"coordinators": coordinator.address, "max_wait_ms": 1000}}
     settings = {"speculative_config": ROOM, "scheduler_cls": SCHEDULER, "additional_config": additional}
-    texts, accepted = generate(model, LENGTH, **settings)
-    assert texts == [plain] * len(texts)
-    assert accepted >= LENGTH
+    with vllm_engine(model, **settings) as llm:
+        for _ in range(10):
+            assert generate(llm) == plain
+            if accepted_by(llm) >= LENGTH:
+                return
+        raise AssertionError(f"{accepted_by(llm)} guesses were accepted in ten rounds")
 
 
 # As processes.
@@ -234,13 +250,10 @@ async def test_texts_are_those_without_outrider_whoever_dies(
 ) -> None:
     coordinator.stop()
     drafter.stop()
-    with (
-        vllm_serve(model, folder / "plain.log") as bare,
-        vllm_serve(model, folder / "attached.log", *plugin(coordinator, folder, max_wait_ms=200)) as served,
-    ):
-        await healthy(bare)
-        plain, plain_long = await bare.texts(), await bare.texts(length=LONG)
-        plain_mixed = await bare.texts([*GUESSED, *PLAIN])
+    with vllm_serve(model, folder / "attached.log", *plugin(coordinator, folder, max_wait_ms=200)) as served:
+        with vllm_engine(model) as bare:  # meanwhile
+            plain, plain_long = generate(bare), generate(bare, length=LONG)
+            plain_mixed = generate(bare, [*GUESSED, *PLAIN])
         await healthy(served)
         assert await served.texts([*GUESSED, *PLAIN]) == plain_mixed
         assert served.accepted == 0, "no coordinator yet"

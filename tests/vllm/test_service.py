@@ -6,15 +6,20 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from outrider.protocol.errors import StartupError
+from outrider.settings.verifier import VerifierSettings
 from outrider.testing.toy_models import make_model
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import Cluster, Output, Process, ask_stories, free_port, generate_resuming, server_info, until
 from tests.vllm.conftest import RUNNER
+from verifier.startup import runs_on_vllm
+from verifier.vllm_target import vllm_options
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -22,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(RUNNER == "v2", reason="processes start without Triton's interpreter"),
 ]
 
+START_S = 240.0  # three processes import vLLM
 STREAMS = 10
 LENGTH = 160
 MIDDLE = 10  # tokens that every stream has when a verifier dies
@@ -34,15 +40,17 @@ def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("draft") / "draft", seed=99, hidden=128, like=model, blur=0.05)
 
 
-@pytest.fixture(scope="module")
-def fleet(model: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One verifier on vLLM, one on our own engine, and a drafter."""
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.prove), 2])
+def fleet(
+    request: pytest.FixtureRequest, model: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """One verifier on vLLM, its model in one process or split over two, one on our own engine, and a drafter."""
     fleet = Cluster(tmp_path_factory.mktemp("fleet"))
     fleet.add_coordinator()
-    fleet.add_verifier(model, *VLLM, VLLM_ARGS)
+    fleet.add_verifier(model, "--tensor-parallel", str(request.param), *VLLM, VLLM_ARGS)
     fleet.add_verifier(model, "--engine", "native")
     fleet.add_drafter("model", draft)
-    fleet.start()
+    fleet.start(START_S)
     yield fleet
     fleet.stop()
 
@@ -52,23 +60,24 @@ def requests() -> list[pb.GenerateRequest]:
     return ask_stories(STREAMS, LENGTH, ({}, drafted, drafted))
 
 
-async def texts(fleet: Cluster, dies: Process | None = None) -> list[Output]:
-    """Run ten streams, and kill a verifier when all of them are in the middle."""
+async def texts(fleet: Cluster, strike: Callable[[], None] | None = None) -> list[Output]:
+    """Run ten streams, and call `strike` when all of them are in the middle."""
     progress: dict[int, int] = {}
+    waiting = [strike] if strike is not None else []
 
     def watch(number: int, output: Output) -> None:
         progress[number] = len(output.token_ids)
-        if dies is not None and dies.alive and len(progress) == STREAMS and min(progress.values()) >= MIDDLE:
-            dies.kill()
+        if waiting and len(progress) == STREAMS and min(progress.values()) >= MIDDLE:
+            waiting.pop()()
 
-    return list(
-        await asyncio.gather(
-            *(
-                generate_resuming(fleet.addresses, request, seconds=120, on_chunk=lambda out, n=number: watch(n, out))
-                for number, request in enumerate(requests())
-            )
+    outputs = await asyncio.gather(
+        *(
+            generate_resuming(fleet.addresses, request, seconds=120, on_chunk=lambda out, n=number: watch(n, out))
+            for number, request in enumerate(requests())
         )
     )
+    assert not waiting, "no moment had all streams in the middle"
+    return list(outputs)
 
 
 def ranks(verifier: Process) -> list[int]:
@@ -83,6 +92,7 @@ def ranks(verifier: Process) -> list[int]:
 
 
 async def test_sessions_of_a_mixed_fleet_move_between_engines_with_the_same_text(fleet: Cluster) -> None:
+    """They leave our own engine, are drafted for on vLLM alone, and leave vLLM, which ends when it loses a process."""
     engines = {
         worker.model.fingerprint: worker.model.text_digest
         for worker in server_info(fleet.address).workers
@@ -90,67 +100,52 @@ async def test_sessions_of_a_mixed_fleet_move_between_engines_with_the_same_text
     }
     assert len(engines) == 2, "two fingerprints"
     assert len({text or fingerprint for fingerprint, text in engines.items()}) == 1, "one promised text"
-    undisturbed = await texts(fleet)
-    for victim in fleet.verifiers:
-        found = await texts(fleet, victim)
-        assert not victim.alive, "it died in the middle"
-        assert [output.token_ids for output in found] == [output.token_ids for output in undisturbed]
-        assert sum(output.stats.failovers for output in found) > 0
-        fleet.restart(victim)
-        fleet.wait_whole()
+    undisturbed = [output.token_ids for output in await texts(fleet)]
+    on_vllm, own = fleet.verifiers
 
+    moved = await texts(fleet, own.kill)
+    assert [output.token_ids for output in moved] == undisturbed
+    assert sum(output.stats.failovers for output in moved) > 0
 
-async def test_guesses_are_accepted_on_vllm(fleet: Cluster) -> None:
-    own = fleet.verifiers[1]
-    own.kill()
-    outputs = await texts(fleet)
-    drafted = [output for number, output in enumerate(outputs) if number % 3]
-    assert all(output.stats.accepted_tokens > LENGTH / 4 for output in drafted), [
-        output.stats.accepted_tokens for output in drafted
-    ]
+    assert not own.alive
+    alone = await texts(fleet)
+    assert [output.token_ids for output in alone] == undisturbed
+    accepted = [output.stats.accepted_tokens for number, output in enumerate(alone) if number % 3]
+    assert min(accepted) > LENGTH / 4, accepted
     fleet.restart(own)
-    fleet.wait_whole()
+
+    *_, victim = ranks(on_vllm) or [on_vllm.pid]
+    moved = await texts(fleet, lambda: os.kill(victim, signal.SIGKILL))
+    assert [output.token_ids for output in moved] == undisturbed
+    assert sum(output.stats.failovers for output in moved) > 0
+    await asyncio.to_thread(until, lambda: not on_vllm.alive, 60, "the end of a verifier that lost a process")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--engine", "vllm", "--vllm-args", "--no-such-flag"), "vLLM refuses its settings"),
-        (("--engine", "vllm", "--pipeline-parallel", "2"), "pipeline parallelism does not work on vLLM yet"),
-        (("--engine", "vllm", "--quantization", "int8"), "int8 is a format of engine native"),
-        (("--engine", "native", "--gpu-memory", "0.5"), "--gpu-memory needs --engine vllm"),
-    ],
-)
-def test_what_cannot_work_is_told_in_words(model: Path, tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+def test_arguments_that_vllm_refuses_are_told_in_words(model: Path, tmp_path: Path) -> None:
+    flags = ("--engine", "vllm", "--vllm-args", "--no-such-flag")
     process = Cluster(tmp_path).add_verifier(model, *flags).start()
     assert process.wait(120) == 1
-    assert message in process.log()
+    assert "vLLM refuses its settings" in process.log()
     assert "Traceback" not in process.log()
 
 
-async def test_a_model_split_over_two_processes_gives_the_same_text(
-    model: Path, draft: Path, fleet: Cluster, tmp_path: Path
-) -> None:
-    whole = await texts(fleet)
-    split = Cluster(tmp_path)
-    split.add_coordinator()
-    split.add_verifier(model, "--tensor-parallel", "2", *VLLM, VLLM_ARGS)
-    split.add_drafter("model", draft)
-    split.start()
-    try:
-        found = await texts(split)
-        assert [output.token_ids for output in found] == [output.token_ids for output in whole]
-        assert sum(output.stats.accepted_tokens for output in found) > 0
-        verifier = split.verifiers[0]
-        os.kill(ranks(verifier)[-1], signal.SIGKILL)
-        failed = await asyncio.gather(asyncio.wait_for(texts(split), 30), return_exceptions=True)
-        assert isinstance(failed[0], BaseException), "there is no other verifier"
-        await asyncio.to_thread(until, lambda: not verifier.alive, 60, "the end of a verifier that lost a rank")
-    finally:
-        split.stop()
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"engine": "vllm", "pipeline_parallel": 2}, "pipeline parallelism does not work on vLLM yet"),
+        ({"engine": "vllm", "quantization": "int8"}, "int8 is a format of engine native"),
+        ({"engine": "native", "gpu_memory": 0.5}, "--gpu-memory needs --engine vllm"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(given: dict[str, Any], message: str) -> None:
+    """How a process tells such an error: tests/contract/test_processes.py."""
+    settings = VerifierSettings(**given)
+    with pytest.raises(StartupError, match=message):
+        assert runs_on_vllm(settings) and vllm_options(settings)  # noqa: PT018 - one statement may raise
 
 
 @pytest.mark.prove
+@pytest.mark.parametrize("fleet", [2], indirect=True)
 async def test_a_model_split_over_two_machines_gives_the_same_text(
     model: Path, draft: Path, fleet: Cluster, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -231,13 +232,18 @@ LOSING = {
 }
 
 
+@cache
+def plain_ms(world: World, seed: int) -> float:
+    """Return the mean time of a plain step under this load."""
+    return Simulation(world, fixed=FixedChoices(gamma=0), seed=seed).run(1000).ms / 1000
+
+
 def beside_plain(world: World, tokens: int, history: PairHistory | None = None) -> list[float]:
     """Control left to itself over plain decoding of the same text, under as much other load, with each of ten seeds."""
     found = []
     for seed in range(10):
-        plain = Simulation(world, fixed=FixedChoices(gamma=0), seed=seed).run(1000).ms / 1000
         result = Simulation(world, seed=seed, history=history).run(tokens)
-        found.append(result.tokens * plain / result.ms)
+        found.append(result.tokens * plain_ms(world, seed) / result.ms)
     return found
 
 

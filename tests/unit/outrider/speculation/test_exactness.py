@@ -658,9 +658,9 @@ def test_coupled_draws_of_different_seeds_are_independent(record_property) -> No
 
 
 class TestChiSquareSees:
-    """An eighth of the draws is plenty for a real bug."""
+    """A sixteenth of the draws is plenty for a real bug."""
 
-    draws = DRAWS // 8
+    draws = DRAWS // 16
     surely = 1e-9
 
     def _p(self, rule: Rule, guesses: Sequence[Path], chain: Chain) -> float:
