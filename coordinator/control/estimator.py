@@ -135,11 +135,7 @@ class PairEstimate:
 
     def lend(self, gained: float) -> None:
         """Begin with a credit, less the debt that earlier sessions have left. No session may lose all they gained."""
-        self.credit = self._lent = CREDIT + min(0.0, gained)
-
-    @property
-    def gained(self) -> float:
-        return self.credit - self._lent
+        self.credit = self.lent = CREDIT + min(0.0, gained)
 
     def observe_draft(self, depth: int, draft_us: int, *, tree: bool = False) -> None:
         """Record the drafting time of a guess of this depth."""

@@ -90,6 +90,7 @@ class Connection(H11Protocol):
         self.timeout_keep_alive = KEEP_ALIVE_S if self.known else self._open_timeout_s  # type: ignore[assignment]
         super().on_response_complete()
         self._mark()
+        self._limit_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.leave(self)
@@ -100,18 +101,20 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self._write_timeout_s, self._cut_off)
+        self._limit_reading()
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
+    def _limit_reading(self) -> None:
         if self._unread is not None:
             self._unread.cancel()
+        self._unread = self.loop.call_later(self._write_timeout_s, self._cut_off, self.cycle)
 
-    def _cut_off(self) -> None:
-        """Close without waiting for unread data."""
-        log.info("client does not read", seconds=self._write_timeout_s)
-        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-        self.transport.abort()
+    def _cut_off(self, response: Any) -> None:
+        """Close without waiting for unread data, if there is still too much, or any of a complete response."""
+        late = self.transport.get_write_buffer_size() and (self.flow.write_paused or not self._working)
+        if late and response is self.cycle:
+            log.info("client does not read", seconds=self._write_timeout_s)
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            self.transport.abort()
 
     @property
     def _working(self) -> bool:

@@ -75,7 +75,7 @@ class TextHistories:
             return
         if left != self._text.start and session.checked:
             self._remember(left, pair_shown(own, session, alone=alone))
-        self._settle(left, session.gained)
+        self._settle(left, session.credit - session.lent)
         session.lend(self._settle(self._text.kind, 0.0))
         if (known := self._recalled[self._text.kind]) is not None:
             session.expect(known.acceptance)
@@ -84,7 +84,7 @@ class TextHistories:
         """Keep what the session has shown: for texts of its kind, for those that begin like it, and for all."""
         for kind in {"", self._text.start, self._text.kind} if own.checked else ():
             self._remember(kind, pair_shown(own, session, alone=alone))
-        self._settle(self._text.kind, session.gained)
+        self._settle(self._text.kind, session.credit - session.lent)
 
     def _of_all_texts(self) -> PairHistory | None:
         """Return the history of the pair; it does not tell a warm text what cold ones have accepted."""

@@ -272,7 +272,7 @@ def test_on_one_machine_short_answers_do_not_lose_one_after_the_other(name: str)
         simulation = Simulation(LOSING[name], seed=seed, history=history)
         result = simulation.run(66)
         pair = simulation.estimator.pair
-        history = replace(pair.history(), gained=pair.gained + (0.0 if history is None else history.gained))
+        history = replace(pair.history(), gained=pair.credit - pair.lent + (0.0 if history is None else history.gained))
         ms += result.ms * 66 / result.tokens
     assert plain_ms / ms > 0.98
 
