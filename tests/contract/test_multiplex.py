@@ -178,6 +178,21 @@ async def test_a_session_that_reads_nothing_stops_no_other(loaded: LoadedModel, 
         assert stalled.call.raw._stream._peer_window < WINDOW_BYTES // 2
 
 
+async def test_a_session_has_at_most_32_messages_on_their_way(
+    loaded: LoadedModel, tmp_path: Path, prompt: list[int]
+) -> None:
+    """The rest waits in the verifier, not in the connection that all sessions share."""
+    async with verifier_serving(loaded, tmp_path, write_timeout_s=30.0) as address, sharing(address) as shared:
+        stalled, reading = await shared.verify(), await shared.verify()
+        await stalled.open(prompt, session_id="stalled", max_tokens=1500)
+        arrived = stalled.call.raw._stream._unread
+        assert await soon(lambda: len(arrived) >= 31, 10)
+        await reading.open(prompt, session_id="reading", max_tokens=600)
+        assert len(await read_all(reading)) == 600
+        assert len(arrived) <= 32
+        assert len(await read_all(stalled)) == 1500, "one after the other, as they are read"
+
+
 async def test_a_cancelled_session_is_freed_and_the_others_go_on(verifier: str, prompt: list[int]) -> None:
     async with sharing(verifier) as shared:
         left, stays = await shared.verify(), await shared.verify()
