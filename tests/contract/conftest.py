@@ -112,11 +112,12 @@ async def drafter_serving(**settings: Any) -> AsyncIterator[str]:
 
 
 @contextmanager
-def after_joining(loaded: LoadedModel, service: CoordinatorService, drafters: int = 1) -> Iterator[None]:
+def after_joining(loaded: LoadedModel | None, service: CoordinatorService, drafters: int = 1) -> Iterator[None]:
     """Hold the target's steps until each session with a given γ has this many drafters.
 
     Without that, a toy target can end an answer before a drafter on a busy machine has joined.
     """
+    assert loaded is not None
     extend = loaded.engine.extend
 
     def joined(session: str) -> bool:
@@ -292,7 +293,7 @@ class Home:
 
     coordinator: str
     service: CoordinatorService
-    loaded: LoadedModel  # the verifier's
+    loaded: LoadedModel | None = None  # the verifier's; None: vLLM runs it
 
     async def knows(self, drafters: int) -> None:
         assert await soon(

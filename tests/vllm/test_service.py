@@ -121,7 +121,7 @@ async def test_sessions_of_a_mixed_fleet_move_between_engines_with_the_same_text
     await asyncio.to_thread(until, lambda: not on_vllm.alive, 60, "the end of a verifier that lost a process")
 
 
-def test_arguments_that_vllm_refuses_are_told_in_words(model: Path, tmp_path: Path) -> None:
+async def test_arguments_that_vllm_refuses_are_told_in_words(model: Path, tmp_path: Path) -> None:
     flags = ("--engine", "vllm", "--vllm-args", "--no-such-flag")
     process = Cluster(tmp_path).add_verifier(model, *flags).start()
     assert process.wait(120) == 1
@@ -137,7 +137,7 @@ def test_arguments_that_vllm_refuses_are_told_in_words(model: Path, tmp_path: Pa
         ({"engine": "native", "gpu_memory": 0.5}, "--gpu-memory needs --engine vllm"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(given: dict[str, Any], message: str) -> None:
+async def test_settings_that_cannot_work_are_refused(given: dict[str, Any], message: str) -> None:
     """How a process tells such an error: tests/contract/test_processes.py."""
     settings = VerifierSettings(**given)
     with pytest.raises(StartupError, match=message):
