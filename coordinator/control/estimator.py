@@ -30,6 +30,7 @@ RATIO_BOUNDS = (0.3, 1.5)
 # The credit of speculation on shared cores, in plain steps:
 CREDIT = 0.6  # at the beginning, at most; with less, no probe begins, nor speculation that was suspended
 REFILL = 0.012  # per plain step, up to CREDIT
+READING = 2.0  # that an attached drafter costs, as it reads the prompt
 MAX_CREDIT = 6.0  # after gains: what may be lost before a change of the text ends speculation; also the greatest debt
 WINDOW = 9  # steps on shared cores whose median counts: other load delays single ones
 JOINED, LEFT = 0.8, 0.3  # other sessions of a step, from which on the verifier is shared, and no longer is

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.control.estimator import REFILL, Estimator, PairEstimate, PairHistory, pair_shown
+from coordinator.control.estimator import READING, REFILL, Estimator, PairEstimate, PairHistory, pair_shown
 from coordinator.persistence.pair_history import PairHistoryStore
-from coordinator.sessions.text_kinds.recognition import TextRecogniser
+from coordinator.sessions.text_kinds.recognition import LONG_PROMPT, TextRecogniser
 
 _Wait = Callable[[], None]  # called as long as the session waits
 POLL_S = 0.25  # of a session that waits for its verifier's other sessions to leave
@@ -67,6 +67,7 @@ class TextHistories:
         elif alone and history is not None:
             session.start_from(history)
         session.lend(self._settle(self._text.kind, 0.0))
+        self._attached_as = self._text.kind
 
     def read(self, tokens: Sequence[int], own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
         """Read the answer so far. If its kind has changed, keep what it has shown and expect what the new one has."""
@@ -84,7 +85,9 @@ class TextHistories:
         """Keep what the session has shown: for texts of its kind, for those that begin like it, and for all."""
         for kind in {"", self._text.start, self._text.kind} if own.checked else ():
             self._remember(kind, pair_shown(own, session, alone=alone))
-        self._settle(self._text.kind, session.credit - session.lent)
+        if session.credit != session.lent:  # on shared cores
+            self._settle(self._text.kind, session.credit - session.lent)
+            self._settle(self._attached_as, -READING)
 
     def _of_all_texts(self) -> PairHistory | None:
         """Return the history of the pair; it does not tell a warm text what cold ones have accepted."""
@@ -94,8 +97,9 @@ class TextHistories:
         return replace(history, acceptance=[min(each, MAX_UNSEEN) for each in history.acceptance])
 
     def _settle(self, kind: str, gained: float) -> float:
-        """Add to what texts of a kind have gained. Each pays for itself: edits do not pay for chats."""
-        return self._pairs.settle(self._target, self._key(kind), gained)
+        """Add to what texts of a kind have gained, and return it. Nothing is held against a text that may yet copy."""
+        balance = self._pairs.settle(self._target, self._key(kind), gained)
+        return 0.0 if kind.endswith(LONG_PROMPT) else balance
 
     def _remember(self, kind: str, history: PairHistory) -> None:
         self._pairs.remember(self._target, self._key(kind), history)

@@ -8,7 +8,16 @@ from typing import cast
 
 import pytest
 
-from coordinator.control.estimator import CREDIT, REFILL, BestDrafter, Estimator, PairEstimate, PairHistory
+from coordinator.control.estimator import (
+    CREDIT,
+    MAX_CREDIT,
+    READING,
+    REFILL,
+    BestDrafter,
+    Estimator,
+    PairEstimate,
+    PairHistory,
+)
 from coordinator.control.gamma import Controller
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRequest
@@ -244,7 +253,7 @@ async def test_each_kind_of_text_has_its_own_credit() -> None:
     pair.check(accepted=4)
     pair.histories.remember(pair.own, pair.session, alone=True)
     await pair.begin(SHORT)
-    assert pair.session.credit == pytest.approx(CREDIT - 2.0)
+    assert pair.session.credit == pytest.approx(CREDIT - 2.0 - READING)
     for expected in (CREDIT, CREDIT, pytest.approx(CREDIT - 0.4)):
         await pair.begin(LONG)
         pair.read([*OWN[:20] * 3])
@@ -266,14 +275,14 @@ async def test_plain_answers_leave_what_they_refilled() -> None:
     pair.session.credit += 0.75
     pair.histories.remember(pair.own, pair.session, alone=True)
     await pair.begin(SHORT)
-    assert pair.session.credit == pytest.approx(CREDIT - 0.25)
+    assert pair.session.credit == pytest.approx(CREDIT - 0.25 - 2 * READING)
     assert pair.expected == expected, "nothing else was shown"
 
 
 async def indebted(pair: Answering) -> None:
     """A chat that loses in its first tokens, and after them."""
     await pair.begin(SHORT)
-    pair.session.credit -= 1.2
+    pair.session.credit += READING - 1.2
     pair.check(accepted=0)
     pair.read(OWN)
     pair.session.credit -= 0.6
