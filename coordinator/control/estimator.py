@@ -134,9 +134,9 @@ class PairEstimate:
         self.lend(history.gained)
         self.checked = False  # whether any guess was checked
 
-    def lend(self, gained: float) -> None:
+    def lend(self, gained: float, own: float = CREDIT) -> None:
         """Begin with a credit, less the debt that earlier sessions have left. No session may lose all they gained."""
-        self.credit = self.lent = CREDIT + min(0.0, gained)
+        self.credit = self.lent = own + min(0.0, gained)
 
     def observe_draft(self, depth: int, draft_us: int, *, tree: bool = False) -> None:
         """Record the drafting time of a guess of this depth."""

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.control.estimator import READING, REFILL, Estimator, PairEstimate, PairHistory, pair_shown
+from coordinator.control.estimator import CREDIT, READING, REFILL, Estimator, PairEstimate, PairHistory, pair_shown
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.sessions.text_kinds.recognition import LONG_PROMPT, TextRecogniser
 
@@ -77,7 +77,7 @@ class TextHistories:
         if left != self._text.start and session.checked:
             self._remember(left, pair_shown(own, session, alone=alone))
         self._settle(left, session.credit - session.lent)
-        session.lend(self._settle(self._text.kind, 0.0))
+        session.lend(self._settle(self._text.kind, 0.0), max(CREDIT, session.credit))
         if (known := self._recalled[self._text.kind]) is not None:
             session.expect(known.acceptance)
 

@@ -10,7 +10,6 @@ import pytest
 
 from coordinator.control.estimator import (
     CREDIT,
-    MAX_CREDIT,
     READING,
     REFILL,
     BestDrafter,
@@ -322,3 +321,11 @@ async def test_an_answer_whose_drafter_waited_to_its_end_leaves_what_it_refilled
     assert chats.session.credit == pytest.approx(CREDIT - 1.2 + 16 * REFILL)
     chats.read(OWN)
     assert chats.session.credit == pytest.approx(CREDIT - 0.6 + 32 * REFILL)
+
+
+async def test_a_session_keeps_what_it_has_gained_itself_when_its_text_turns(chats: Answering) -> None:
+    await chats.begin(LONG)
+    chats.session.credit = 4.0
+    chats.read(list(LONG[:64]))
+    assert chats.text.kind == "cold copy"
+    assert chats.session.credit == 4.0
