@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.shape import measures
 
-
 TRIES = 2  # on a busy machine what happens between rounds, such as writes to Redis, may fall into nearly all of them
 
 
