@@ -265,7 +265,7 @@ class Controller:
             self._choice_due = True
 
     def _probe(self, conditions: Conditions) -> PlanChoice | None:
-        """Return now and then, while plain decoding wins, a plan that checks guesses without waiting for them."""
+        """Return now and then, while plain decoding wins, a plan that checks a few guesses."""
         # Number of plain steps that pass before a guess arrives, unless these wait for it: it must reach beyond them.
         late = min(MAX_GAMMA, math.ceil(conditions.network_ms / max(conditions.verify_ms(0), 1e-3)))
         gamma = PROBE_GAMMA_WAITING if conditions.shares_cores else PROBE_GAMMA + late
