@@ -262,19 +262,19 @@ def test_on_one_machine_speculation_that_loses_costs_little(name: str) -> None:
     assert statistics.median(beside_plain(world, 66, seen(world))) > 0.96
 
 
-@pytest.mark.parametrize("name", LOSING)
-def test_on_one_machine_short_answers_do_not_lose_one_after_the_other(name: str) -> None:
-    """What one of them lost, the next ones refill before they speculate."""
-    history: PairHistory | None = None
+def test_on_one_machine_short_answers_do_not_lose_one_after_the_other() -> None:
+    """What one of them lost, the next ones refill before they speculate. Without that, 0.986 is reached."""
     plain_ms = ms = 0.0
-    for seed in range(20):
-        plain_ms += Simulation(LOSING[name], fixed=FixedChoices(gamma=0), seed=seed).run(66).ms
-        simulation = Simulation(LOSING[name], seed=seed, history=history)
-        result = simulation.run(66)
-        pair = simulation.estimator.pair
-        history = replace(pair.history(), gained=pair.credit - pair.lent + (0.0 if history is None else history.gained))
-        ms += result.ms * 66 / result.tokens
-    assert plain_ms / ms > 0.98
+    for world in LOSING.values():
+        history: PairHistory | None = None
+        for seed in range(20):
+            plain_ms += Simulation(world, fixed=FixedChoices(gamma=0), seed=seed).run(66).ms
+            simulation = Simulation(world, seed=seed, history=history)
+            result = simulation.run(66)
+            pair, before = simulation.estimator.pair, 0.0 if history is None else history.gained
+            history = replace(pair.history(), gained=pair.credit - pair.lent + before)
+            ms += result.ms * 66 / result.tokens
+    assert plain_ms / ms > 0.989
 
 
 def test_on_one_machine_speculation_that_gains_is_used() -> None:
