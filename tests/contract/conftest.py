@@ -17,6 +17,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from coordinator.api.service import CoordinatorService
+from coordinator.sessions.stats import RequestStats
 from drafter.methods.registry import make
 from drafter.service import DrafterService
 from outrider.base.aio import until as soon
@@ -38,6 +39,7 @@ from verifier.service import VerifierService
 
 Greedy = Callable[[list[int], int], list[int]]
 JOIN_S = 20.0
+UNGUESSED_STEP_S = 0.02
 
 
 Refused = Callable[..., str]
@@ -113,23 +115,25 @@ async def drafter_serving(**settings: Any) -> AsyncIterator[str]:
 
 @contextmanager
 def after_joining(loaded: LoadedModel | None, service: CoordinatorService, drafters: int = 1) -> Iterator[None]:
-    """Hold the target's steps until each session with a given γ has this many drafters.
+    """Hold the target's steps until each session with a given γ has this many drafters; slow them until it has guesses.
 
-    Without that, a toy target can end an answer before a drafter on a busy machine has joined.
+    Without that, a toy target can end an answer before a drafter on a busy machine has joined or made its first guess,
+    which may need the states of a step.
     """
     assert loaded is not None
     extend = loaded.engine.extend
 
-    def joined(session: str) -> bool:
-        live = service.sessions._sessions.get(session)
-        asks = live is not None and not live.ended and live.record.request.speculation.gamma
-        return not asks or len(live.stats._kinds) >= drafters
+    def asking(batch: Sequence[SessionTokens]) -> list[RequestStats]:
+        lives = (service.sessions._sessions.get(new.session.partition("@")[0]) for new in batch)
+        return [live.stats for live in lives if live and not live.ended and live.record.request.speculation.gamma]
 
     def extend_after_joining(batch: Sequence[SessionTokens]) -> StepResult:
         deadline = time.monotonic() + JOIN_S
-        while not all(joined(new.session.partition("@")[0]) for new in batch):
+        while any(len(stats._kinds) < drafters for stats in asking(batch)):
             assert time.monotonic() < deadline, f"not within {JOIN_S:g} s: {drafters} drafters on each session"
             time.sleep(0.001)
+        if any(not stats._proposed for stats in asking(batch)):
+            time.sleep(UNGUESSED_STEP_S)
         return extend(batch)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -22,7 +22,7 @@ from outrider.train.run import METHODS, TrainingOrder
 from outrider.train.tune import tune
 from outrider.v1 import common_pb2 as common
 from tests.conftest import Models
-from tests.contract.conftest import HEARTBEAT_MS, HOME_LENGTH, HOME_PROMPT, Greedy, Home, drafter_serving
+from tests.contract.conftest import HEARTBEAT_MS, HOME_LENGTH, HOME_PROMPT, Greedy, Home, after_joining, drafter_serving
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -241,12 +241,13 @@ async def test_text_is_the_targets_whoever_drafts(
     wanted = await home.answer(gamma=0, seed=5, grammar=FORM)
     async with drafter_serving(**flags(models, made[method]), coordinators=home.coordinator):
         await home.knows(1)
-        outputs = await asyncio.gather(*(home.answer(temperature=0.0, gamma=gamma) for gamma in (1, 4, None)))
-        trees = await asyncio.gather(*(home.answer(temperature=0.0, gamma=4, branches=3) for _ in range(2)))
-        drawn = [await home.answer(seed=5, gamma=4, branches=branches) for branches in (1, 2)]
-        block = await home.answer(seed=5, gamma=4, verification=common.VERIFICATION_BLOCK)
-        formed = [await home.answer(seed=5, gamma=4, branches=branches, grammar=FORM) for branches in (1, 3)]
-        formed_block = await home.answer(seed=5, gamma=4, verification=common.VERIFICATION_BLOCK, grammar=FORM)
+        with after_joining(loaded, home.service):
+            outputs = await asyncio.gather(*(home.answer(temperature=0.0, gamma=gamma) for gamma in (1, 4, None)))
+            trees = await asyncio.gather(*(home.answer(temperature=0.0, gamma=4, branches=3) for _ in range(2)))
+            drawn = [await home.answer(seed=5, gamma=4, branches=branches) for branches in (1, 2)]
+            block = await home.answer(seed=5, gamma=4, verification=common.VERIFICATION_BLOCK)
+            formed = [await home.answer(seed=5, gamma=4, branches=branches, grammar=FORM) for branches in (1, 3)]
+            formed_block = await home.answer(seed=5, gamma=4, verification=common.VERIFICATION_BLOCK, grammar=FORM)
     await home.knows(0)
     truth = greedy(loaded.tokenizer.encode(HOME_PROMPT), HOME_LENGTH)
     for output in (*outputs, *trees):
