@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from outrider.protocol.speculation import TokenKind
 from tests.cluster import ask, client, generate
-from tests.contract.conftest import House, soon
+from tests.contract.conftest import House, after_joining, soon
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -165,9 +165,10 @@ async def test_biases_and_penalties_reach_the_target(api: AsyncOpenAI, house: Ho
     assert found.choices[0].text == "x" * 10
 
 
-async def test_what_speculation_did_is_told_in_the_customary_shape(web: httpx.AsyncClient) -> None:
+async def test_what_speculation_did_is_told_in_the_customary_shape(web: httpx.AsyncClient, house: House) -> None:
     body = {"prompt": PROMPT, "max_tokens": 64, "temperature": 0, "speculation": {"gamma": 4}}
-    found = (await web.post("/v1/completions", json=body)).json()["metrics"]
+    with after_joining(house.loaded, house.service):
+        found = (await web.post("/v1/completions", json=body)).json()["metrics"]
     spec = found["speculative_decoding"]
     assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"] > 0
     accepted = sum(j * steps for j, steps in enumerate(spec["acceptance_histogram"]))

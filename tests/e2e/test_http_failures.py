@@ -150,7 +150,8 @@ async def test_an_answer_outlives_its_workers(whole: Cluster, victim: str) -> No
     assert (heard.tokens, heard.reason, heard.error, heard.done) == (TOKENS, "length", {}, True)
     ours = heard.metrics["outrider"]
     assert (ours["failovers"] > 0) == (victim != "drafters")
-    assert (ours["drafter_losses"] > 0) or victim == "verifier"
+    if victim == "drafters":  # with both, the verifier's end may detach the drafters before theirs is noticed
+        assert ours["drafter_losses"] > 0
 
 
 async def test_a_whole_answer_outlives_its_verifier(whole: Cluster) -> None:
