@@ -237,7 +237,7 @@ class Drafting:
         del self._attached[drafter.source]
         self._selection.remove(drafter.source)
         histories = self._histories.pop(drafter.source)
-        histories.remember(drafter.pair, self._estimator.pair, alone=self._sources == 1)
+        histories.remember(drafter.pair, self._estimator.pair, alone=self._sources == 1, shared=drafter.shares_cores)
 
     def _steer(self) -> None:
         """Choose a plan and send what changed to verifier and drafters."""

@@ -1,7 +1,6 @@
 """Pair histories by kind of text: what a session starts from, and what it leaves to later ones.
 
-The history of a pair alone is a mixture of all texts: after an edit it
-promises what no chat can hold. It serves kinds that were not seen yet.
+The history of a pair alone is a mixture: after an edit it promises what no chat can hold. It serves unseen kinds.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from coordinator.sessions.text_kinds.recognition import LONG_PROMPT, TextRecogni
 _Wait = Callable[[], None]  # called as long as the session waits
 POLL_S = 0.25  # of a session that waits for its verifier's other sessions to leave
 POLL_ALONE_S = 0.05  # of one that is alone: its text may turn out to be of another kind
+IN_VAIN = 3.0  # plain steps that a kind waits longer after a drafter that gained nothing
 MAX_UNSEEN = 0.4  # acceptance that a warm text is started with while only cold ones were seen
 
 
@@ -81,13 +81,13 @@ class TextHistories:
         if (known := self._recalled[self._text.kind]) is not None:
             session.expect(known.acceptance)
 
-    def remember(self, own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
+    def remember(self, own: PairEstimate, session: PairEstimate, *, alone: bool, shared: bool) -> None:
         """Keep what the session has shown: for texts of its kind, for those that begin like it, and for all."""
         for kind in {"", self._text.start, self._text.kind} if own.checked else ():
             self._remember(kind, pair_shown(own, session, alone=alone))
-        if session.credit != session.lent:  # on shared cores
+        if shared:  # cores, with the verifier
             self._settle(self._text.kind, session.credit - session.lent)
-            self._settle(self._attached_as, -READING)
+            self._settle(self._attached_as, -READING - (IN_VAIN if session.credit <= session.lent else 0.0))
 
     def _of_all_texts(self) -> PairHistory | None:
         """Return the history of the pair; it does not tell a warm text what cold ones have accepted."""

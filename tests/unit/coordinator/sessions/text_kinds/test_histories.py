@@ -22,7 +22,7 @@ from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRequest
 from coordinator.persistence.store import Store
 from coordinator.sessions.text_kinds import histories
-from coordinator.sessions.text_kinds.histories import MAX_UNSEEN, TextHistories
+from coordinator.sessions.text_kinds.histories import IN_VAIN, MAX_UNSEEN, TextHistories
 from coordinator.sessions.text_kinds.recognition import TextRecogniser
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.sampling_params import SamplingParams
@@ -72,7 +72,7 @@ class Answering:
         await self.begin(prompt, temperature)
         self.read(answer)
         self.check(accepted)
-        self.histories.remember(self.own, self.session, alone=True)
+        self.histories.remember(self.own, self.session, alone=True, shared=False)
 
     @property
     def expected(self) -> float:
@@ -111,7 +111,7 @@ async def test_a_warm_text_does_not_start_from_what_cold_ones_accepted() -> None
     pair = Answering()
     await pair.answer(LONG, list(LONG[:64]), accepted=4)
     pair.own.draft_ms.add(3.0)
-    pair.histories.remember(pair.own, pair.session, alone=True)
+    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
     await pair.begin(LONG, temperature=1.0)
     assert pair.expected <= MAX_UNSEEN
     assert pair.own.draft_ms.value > 0.1, "drafting takes as long"
@@ -138,7 +138,7 @@ async def test_a_text_that_turns_leaves_what_each_part_showed() -> None:
     pair.check(accepted=0)
     pair.read([*OWN, *LONG[:64]])
     pair.check(accepted=4, verdicts=400)
-    pair.histories.remember(pair.own, pair.session, alone=True)
+    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
     await pair.begin(SHORT)
     pair.read(OWN)
     assert pair.expected < 0.1
@@ -168,7 +168,7 @@ class Waiting:
 
     def promising(self) -> bool:
         self.asked += 1
-        return self.controller.would_guess(BestDrafter(round_trips_ms=1.0, draft_ms=self.draft_ms, shares_cores=True))
+        return self.controller.would_guess(BestDrafter(round_trips_ms=1.0, draft_ms=self.draft_ms, shared=True))
 
     def tell(self) -> None:
         self.told += 1
@@ -242,17 +242,17 @@ async def test_each_kind_of_text_has_its_own_credit() -> None:
     pair = Answering()
     await pair.begin(SHORT)
     assert pair.session.credit == CREDIT
-    pair.session.credit -= 2.0
+    pair.session.credit -= 0.5
     pair.check(accepted=0)
-    pair.histories.remember(pair.own, pair.session, alone=True)
+    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
     await pair.begin(LONG)
     assert pair.session.credit == CREDIT, "of a kind that was not seen"
     pair.read(list(LONG[:64]))
     pair.session.credit += 4.4
     pair.check(accepted=4)
-    pair.histories.remember(pair.own, pair.session, alone=True)
+    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
     await pair.begin(SHORT)
-    assert pair.session.credit == pytest.approx(CREDIT - 2.0 - READING)
+    assert pair.session.credit == pytest.approx(CREDIT - 0.5 - READING - IN_VAIN)
     for expected in (CREDIT, CREDIT, pytest.approx(CREDIT - 0.4)):
         await pair.begin(LONG)
         pair.read([*OWN[:20] * 3])
@@ -260,32 +260,43 @@ async def test_each_kind_of_text_has_its_own_credit() -> None:
         pair.session.credit -= 2.4
         pair.read([*OWN[:20] * 3, *OWN, *range(1000, 1100)])
         assert pair.text.kind == "cold fresh"
-        pair.histories.remember(pair.own, pair.session, alone=True)
+        pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
 
 
-async def test_plain_answers_leave_what_they_refilled() -> None:
+async def test_an_attached_drafter_costs_its_kind_more_if_it_gains_nothing() -> None:
     pair = Answering()
     await pair.begin(SHORT)
     pair.check(accepted=3)
-    pair.session.credit -= 1.0
-    pair.histories.remember(pair.own, pair.session, alone=True)
+    pair.session.credit += 3.0
+    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
     await pair.begin(SHORT)
     expected = pair.expected
-    pair.session.credit += 0.75
-    pair.histories.remember(pair.own, pair.session, alone=True)
+    pair.session.credit += 0.25
+    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
     await pair.begin(SHORT)
-    assert pair.session.credit == pytest.approx(CREDIT - 0.25 - 2 * READING)
+    assert pair.session.credit == pytest.approx(CREDIT + 3.25 - 2 * READING)
     assert pair.expected == expected, "nothing else was shown"
+    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
+    await pair.begin(SHORT)
+    assert pair.session.credit == pytest.approx(CREDIT + 3.25 - 3 * READING - IN_VAIN)
+
+
+async def test_a_drafter_with_cores_of_its_own_leaves_no_debt() -> None:
+    pair = Answering()
+    for _ in range(3):
+        await pair.answer(SHORT, OWN, accepted=0)
+    await pair.begin(SHORT)
+    assert pair.session.credit == CREDIT
 
 
 async def indebted(pair: Answering) -> None:
     """A chat that loses in its first tokens, and after them."""
     await pair.begin(SHORT)
-    pair.session.credit += READING - 1.2
+    pair.session.credit += READING + IN_VAIN - 1.2
     pair.check(accepted=0)
     pair.read(OWN)
     pair.session.credit -= 0.6
-    pair.histories.remember(pair.own, pair.session, alone=True)
+    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
 
 
 async def test_alone_a_drafter_waits_until_plain_steps_have_paid_what_earlier_texts_lost(chats: Answering) -> None:
