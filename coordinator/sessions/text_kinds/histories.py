@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from coordinator.control.estimator import CREDIT, READING, REFILL, Estimator, PairEstimate, PairHistory, pair_shown
 from coordinator.persistence.pair_history import PairHistoryStore
-from coordinator.sessions.text_kinds.recognition import LONG_PROMPT, TextRecogniser
+from coordinator.sessions.text_kinds.recognition import TextRecogniser
 
 _Wait = Callable[[], None]  # called as long as the session waits
 POLL_S = 0.25  # of a session that waits for its verifier's other sessions to leave
@@ -67,7 +67,7 @@ class TextHistories:
         elif alone and history is not None:
             session.start_from(history)
         session.lend(self._settle(self._text.kind, 0.0))
-        self._attached_as = self._text.kind
+        self._attached_as, self._gained = self._text.kind, 0.0
 
     def read(self, tokens: Sequence[int], own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
         """Read the answer so far. If its kind has changed, keep what it has shown and expect what the new one has."""
@@ -75,8 +75,8 @@ class TextHistories:
         if not self._text.read(tokens):
             return
         if left != self._text.start and session.checked:
-            self._remember(left, pair_shown(own, session, alone=alone))
-        self._settle(left, session.credit - session.lent)
+            self._pairs.remember(self._target, self._key(left), pair_shown(own, session, alone=alone))
+        self._account(left, session)
         session.lend(self._settle(self._text.kind, 0.0), max(CREDIT, session.credit))
         if (known := self._recalled[self._text.kind]) is not None:
             session.expect(known.acceptance)
@@ -84,10 +84,10 @@ class TextHistories:
     def remember(self, own: PairEstimate, session: PairEstimate, *, alone: bool, shared: bool) -> None:
         """Keep what the session has shown: for texts of its kind, for those that begin like it, and for all."""
         for kind in {"", self._text.start, self._text.kind} if own.checked else ():
-            self._remember(kind, pair_shown(own, session, alone=alone))
+            self._pairs.remember(self._target, self._key(kind), pair_shown(own, session, alone=alone))
         if shared:  # cores, with the verifier
-            self._settle(self._text.kind, session.credit - session.lent)
-            self._settle(self._attached_as, -READING - (IN_VAIN if session.credit <= session.lent else 0.0))
+            self._account(self._text.kind, session)
+            self._settle(self._attached_as, self._gained - READING - (IN_VAIN if self._gained <= 0.0 else 0.0))
 
     def _of_all_texts(self) -> PairHistory | None:
         """Return the history of the pair; it does not tell a warm text what cold ones have accepted."""
@@ -96,13 +96,14 @@ class TextHistories:
             return history
         return replace(history, acceptance=[min(each, MAX_UNSEEN) for each in history.acceptance])
 
-    def _settle(self, kind: str, gained: float) -> float:
-        """Add to what texts of a kind have gained, and return it. Nothing is held against a text that may yet copy."""
-        balance = self._pairs.settle(self._target, self._key(kind), gained)
-        return 0.0 if kind.endswith(LONG_PROMPT) else balance
+    def _account(self, kind: str, session: PairEstimate) -> None:
+        """Count what a part of the text gained for its kind. The kind that it began as gets the sum, at the end."""
+        self._gained += session.credit - session.lent
+        if kind != self._attached_as:
+            self._settle(kind, session.credit - session.lent)
 
-    def _remember(self, kind: str, history: PairHistory) -> None:
-        self._pairs.remember(self._target, self._key(kind), history)
+    def _settle(self, kind: str, gained: float) -> float:
+        return self._pairs.settle(self._target, self._key(kind), gained)
 
     def _key(self, kind: str) -> str:
         return f"{self._drafter} {kind}".rstrip()

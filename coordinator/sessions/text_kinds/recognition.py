@@ -1,8 +1,7 @@
 """Recognition of the kind of text that a session writes, from what is at hand. Pure.
 
-Guesses hold far more often in an answer that copies its prompt than in a chat,
-and less often at high temperatures. A kind joins both: the temperature, and
-the length of the prompt until the answer shows whether it repeats.
+Guesses hold far more often in an answer that copies its prompt than in a chat, and less often at high temperatures.
+A kind joins both: the temperature, and the length of the prompt until the answer shows whether it repeats.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from coordinator.persistence.session_record import SessionRequest
 from outrider.base.decayed_mean import DecayedMean
 
 WARM = 0.5  # temperature from which on draws follow guesses clearly less often
-LONG, LONG_PROMPT = 128, "long"  # tokens of a prompt that probably holds a text to work on
+LONG = 128  # tokens of a prompt that probably holds a text to work on
 READ_EVERY = 16  # tokens between two looks at the answer
 COPYING, FRESH = 0.6, 0.4  # shares of repeated tokens at which an answer begins to copy, and stops
 _SMOOTHING = 1 / 24
@@ -27,7 +26,7 @@ class TextRecogniser:
     def __init__(self, request: SessionRequest) -> None:
         self._prompt = request.prompt
         self.cold = request.params.temperature < WARM
-        self.start = self._named(LONG_PROMPT if len(request.prompt) >= LONG else "short")
+        self.start = self._named("long" if len(request.prompt) >= LONG else "short")
         self.kind = self.start
         self.due = READ_EVERY  # number of tokens at the next look
         self._read = 0

@@ -168,7 +168,7 @@ class Waiting:
 
     def promising(self) -> bool:
         self.asked += 1
-        return self.controller.would_guess(BestDrafter(round_trips_ms=1.0, draft_ms=self.draft_ms, shared=True))
+        return self.controller.would_guess(BestDrafter(round_trips_ms=1.0, draft_ms=self.draft_ms, shares_cores=True))
 
     def tell(self) -> None:
         self.told += 1
@@ -281,6 +281,19 @@ async def test_an_attached_drafter_costs_its_kind_more_if_it_gains_nothing() -> 
     assert pair.session.credit == pytest.approx(CREDIT + 3.25 - 3 * READING - IN_VAIN)
 
 
+async def test_a_long_prompt_is_held_against_later_ones_unless_its_answer_gained_as_a_whole() -> None:
+    pair = Answering()
+    for gained, expected in ((4.0, CREDIT), (0.0, CREDIT + 4.0 - 2 * READING - IN_VAIN)):
+        await pair.begin(LONG)
+        pair.check(accepted=3)
+        pair.read(list(LONG[:64]))
+        assert pair.text.kind == "cold copy"
+        pair.session.credit += gained
+        pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
+        await pair.begin(LONG)
+        assert pair.session.credit == pytest.approx(expected)
+
+
 async def test_a_drafter_with_cores_of_its_own_leaves_no_debt() -> None:
     pair = Answering()
     for _ in range(3):
@@ -292,7 +305,7 @@ async def test_a_drafter_with_cores_of_its_own_leaves_no_debt() -> None:
 async def indebted(pair: Answering) -> None:
     """A chat that loses in its first tokens, and after them."""
     await pair.begin(SHORT)
-    pair.session.credit += READING + IN_VAIN - 1.2
+    pair.session.credit += READING - 1.2 + 0.6
     pair.check(accepted=0)
     pair.read(OWN)
     pair.session.credit -= 0.6
