@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from coordinator.control.estimator import CREDIT, READING, REFILL, Estimator, PairEstimate, PairHistory, pair_shown
 from coordinator.persistence.pair_history import PairHistoryStore
-from coordinator.sessions.text_kinds.recognition import TextRecogniser
+from coordinator.sessions.text_kinds.recognition import MAY_COPY, TextRecogniser
 
 _Wait = Callable[[], None]  # called as long as the session waits
 POLL_S = 0.25  # of a session that waits for its verifier's other sessions to leave
@@ -91,8 +91,7 @@ class TextHistories:
 
     def _of_all_texts(self) -> PairHistory | None:
         """Return the history of the pair; it does not tell a warm text what cold ones have accepted."""
-        history = self._recalled[""]
-        if history is None or self._text.cold:
+        if (history := self._recalled[""]) is None or self._text.cold:
             return history
         return replace(history, acceptance=[min(each, MAX_UNSEEN) for each in history.acceptance])
 
@@ -103,7 +102,8 @@ class TextHistories:
             self._settle(kind, session.credit - session.lent)
 
     def _settle(self, kind: str, gained: float) -> float:
-        return self._pairs.settle(self._target, self._key(kind), gained)
+        balance = self._pairs.settle(self._target, self._key(kind), gained)
+        return 0.0 if kind == MAY_COPY else balance  # nothing is held against the next
 
     def _key(self, kind: str) -> str:
         return f"{self._drafter} {kind}".rstrip()

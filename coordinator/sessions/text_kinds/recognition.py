@@ -12,7 +12,7 @@ from coordinator.persistence.session_record import SessionRequest
 from outrider.base.decayed_mean import DecayedMean
 
 WARM = 0.5  # temperature from which on draws follow guesses clearly less often
-LONG = 128  # tokens of a prompt that probably holds a text to work on
+LONG, MAY_COPY = 128, "cold long"  # tokens of a prompt that probably holds a text to work on, and the kind
 READ_EVERY = 16  # tokens between two looks at the answer
 COPYING, FRESH = 0.6, 0.4  # shares of repeated tokens at which an answer begins to copy, and stops
 _SMOOTHING = 1 / 24

@@ -281,17 +281,20 @@ async def test_an_attached_drafter_costs_its_kind_more_if_it_gains_nothing() -> 
     assert pair.session.credit == pytest.approx(CREDIT + 3.25 - 3 * READING - IN_VAIN)
 
 
-async def test_a_long_prompt_is_held_against_later_ones_unless_its_answer_gained_as_a_whole() -> None:
-    pair = Answering()
-    for gained, expected in ((4.0, CREDIT), (0.0, CREDIT + 4.0 - 2 * READING - IN_VAIN)):
-        await pair.begin(LONG)
+@pytest.mark.parametrize(("temperature", "held"), [(0.0, False), (0.8, True)])
+async def test_a_long_prompt_is_held_against_later_warm_ones_unless_its_answer_gained(
+    temperature: float, held: bool
+) -> None:
+    pair, debt = Answering(), READING + IN_VAIN + READING - 4.0
+    for gained, owed in ((4.0, 0.0), (0.0, debt if held else 0.0)):
+        await pair.begin(LONG, temperature)
         pair.check(accepted=3)
         pair.read(list(LONG[:64]))
-        assert pair.text.kind == "cold copy"
+        assert pair.text.kind.endswith("copy")
         pair.session.credit += gained
         pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
-        await pair.begin(LONG)
-        assert pair.session.credit == pytest.approx(expected)
+        await pair.begin(LONG, temperature)
+        assert pair.session.credit == pytest.approx(CREDIT - owed)
 
 
 async def test_a_drafter_with_cores_of_its_own_leaves_no_debt() -> None:
