@@ -65,12 +65,10 @@ class WriteBehind:
         self._pending.set()
 
     async def write_first(self, entry: Entry) -> None:
-        """Write a new session before its id is sent to the client, who may then resume it.
+        """Write a session before its id is sent to a client, who may then resume it. It may have another owner by now.
 
         Without an answer in time the session continues, and is written later.
         """
-        if entry.known:
-            return
         # A single slow answer marks Redis as down, although it may accept the next write.
         seconds = FIRST_WRITE_S if self._store.up else FIRST_WRITE_DOWN_S
         entry.opening = True

@@ -93,7 +93,7 @@ class Session:
         self.urgency.stop_when_late(self._task, lambda: self.stats.waiting and self.followers < 2, self.stop)
 
     async def opened(self) -> None:
-        """Wait until Redis has the session, so that another coordinator could resume it.
+        """Wait until Redis has the session, so that another coordinator could resume it. It ends if one has done so.
 
         The session id must not be sent to the client before that.
         """

@@ -198,17 +198,19 @@ class SessionManager:
     async def take_over(self, session_id: str, position: int, tail: tuple[int, ...]) -> Session:
         """Return the session to follow: the running one, or one continued from its record."""
         if (live := self._live(session_id)) is not None:
+            await live.opened()
+        if live is not None and not live.ended:
             check_position(position, live.record)
             return live
         self.targets.check_any()
+        if self._draining:  # before it claims the session
+            raise Unavailable("this coordinator is shutting down", retry_after_ms=500)
         record, stored_as_finished = await self.ended.load(session_id)
         if (target := self.targets.of(record.model)) is None:
             message = f"no verifier of the target of session {session_id} has reported; is one starting?"
             raise Unavailable(message, field="session_id", value=session_id, retry_after_ms=500)
         self.store.check(record, target.info)
         if not record.finished:
-            if self._draining:
-                raise Unavailable("this coordinator is shutting down", retry_after_ms=500)
             check_position(position, record)
             append_tail(record, position, tail, target)
             await finish_ended(record, target)

@@ -167,3 +167,40 @@ async def test_another_seed_makes_another_request(house: House) -> None:
         replies = [await web.post("/v1/completions", json=body | {"seed": s}, headers=headers) for s in (1, 1, 2)]
     assert [reply.status_code for reply in replies] == [200, 200, 409]
     assert replies[0].json()["choices"] == replies[1].json()["choices"]
+
+
+# --- who has it -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_client_that_comes_back_before_its_coordinator_knows_of_another_loses_nothing(house: House) -> None:
+    """Another coordinator has claimed the session meanwhile; the next write would end it with an error."""
+    request = ask(PROMPT, seed=8, max_tokens=600, ignore_eos=True, gamma=0)
+    async with client(house.coordinator) as stub, redis.Redis.from_url(house.redis.url) as there:
+        wanted = await generate(stub, request)
+        async with house.service.sessions.write_behind._batch:  # no writes
+            first = stub.Generate(request, timeout=30)
+            session_id = (await first.read()).started.session_id
+            await there.hincrby(f"outrider:session:{{{session_id}}}", "epoch", 1)
+            again = stub.Resume(pb.ResumeRequest(session_id=session_id), timeout=30)
+            assert (await again.read()).started.session_id == session_id
+        tokens: list[int] = []
+        while (reply := await again.read()) is not grpc.aio.EOF:
+            assert not reply.HasField("error"), reply
+            tokens.extend(reply.chunk.token_ids)
+        first.cancel()
+    assert tokens == wanted.token_ids
+
+
+async def test_a_coordinator_that_drains_does_not_claim_what_it_refuses(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = house.service.sessions
+    async with client(house.coordinator) as stub, redis.Redis.from_url(house.redis.url) as there:
+        call = stub.Generate(ask(PROMPT, max_tokens=1500, ignore_eos=True, gamma=0), timeout=30)
+        session_id = (await call.read()).started.session_id
+        call.cancel()
+        await until(lambda: session_id not in sessions._sessions, 5)
+        monkeypatch.setattr(sessions, "_draining", True)
+        status, _, typed = await failure(stub.Resume(pb.ResumeRequest(session_id=session_id), timeout=10))
+        assert (status, typed.code) == (grpc.StatusCode.UNAVAILABLE, "unavailable")
+        assert await there.hget(f"outrider:session:{{{session_id}}}", "epoch") == b"1"
