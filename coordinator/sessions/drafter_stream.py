@@ -120,7 +120,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.source = source
         self.pair = pair
         self.plan = plan
-        self.shares_cores = False  # with the session's verifier
+        self.shares_cores = False  # with the session's verifier; set when it has opened the session
         self.joined = False
         self.wants_hidden_states = False
         self.spec = connection.info.state_spec or FINAL_STATES  # of the hidden states that it reads

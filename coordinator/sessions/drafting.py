@@ -192,10 +192,10 @@ class Drafting:
         async with DrafterStream(
             connection, self._record, self._target, span, source, pair, self.control.plan
         ) as drafter:
-            drafter.shares_cores = share_cores(verifier.connection.info, connection.info)
             self._attached[source], self._histories[source] = drafter, histories
             try:
                 opened = await drafter.opened()
+                drafter.shares_cores = share_cores(verifier.connection.info, connection.info)
                 self._join(drafter, opened.opened.hidden_states)
                 async for guess in drafter.guesses():
                     self._relay(verifier, drafter, guess)

@@ -11,10 +11,12 @@ import pytest
 import pytest_asyncio
 
 from coordinator.api.service import CoordinatorService
+from coordinator.sessions.drafter_stream import DrafterStream
 from outrider.engine.loading.loader import LoadedModel
 from outrider.engine.throttled import ThrottledEngine
 from outrider.models.tokenizer import save_tokenizer
 from outrider.protocol.cost_curve import CostCurve
+from outrider.protocol.errors import PeerLost
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.settings.verifier import VerifierSettings
 from tests.cluster import Output, Redis, ask, client, follow, in_process
@@ -75,3 +77,18 @@ async def test_beside_others_a_session_that_does_not_guess_sends_no_hidden_state
     assert 40 <= alone < 40 + 0.7 * lengths[0], "those of the prompt, and no more since the others have come"
     assert others == [0, 0, 0]
     assert outputs[0].token_ids == greedy(prompts[0], lengths[0])
+
+
+async def test_a_drafter_that_is_lost_before_it_joined_costs_nothing_but_itself(
+    steep: Home, loaded: LoadedModel, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(stream: DrafterStream) -> None:
+        raise PeerLost(f"{stream.connection.info.address} is gone")
+
+    monkeypatch.setattr(DrafterStream, "opened", lost)
+    prompt = list(range(40))
+    request = ask(prompt, temperature=0.0, ignore_eos=True, max_tokens=60)
+    async with listening(steep, Listener()), client(steep.coordinator) as stub:
+        output = await follow(stub.Generate(request, timeout=50), Output())
+    assert output.token_ids == greedy(prompt, 60)
+    assert output.stats.drafter_losses > 0
