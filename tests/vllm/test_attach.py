@@ -186,7 +186,7 @@ class Served:
         return float(found[1]) if found else 0.0
 
     async def until_accepted(self, plain: list[list[int]], kinds: Sequence[dict[str, Any]] = GUESSED) -> None:
-        """Ask until guesses are accepted: the engine tries a new coordinator now and then, and a drafter may be late."""
+        """Ask until guesses are accepted: the engine tries a new coordinator now and then; drafters may be late."""
         before, deadline = self.accepted, time.monotonic() + 60
         while self.accepted <= before:
             assert time.monotonic() < deadline, self.log.read_text()[-3000:]
