@@ -12,8 +12,8 @@ import pytest
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import Output, ask, client, follow, generate
 from tests.conftest import Models
+from tests.descriptors import listening_ports
 from tests.e2e.up import up
-from tests.sockets import listening_ports
 
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(400)]
 
