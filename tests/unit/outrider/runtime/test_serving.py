@@ -15,14 +15,14 @@ METHOD = "/test.Test/Watch"
 
 async def test_a_handler_that_a_stopped_server_has_cancelled_may_take_its_time_to_end() -> None:
     """A loop that closed before would make gRPC log a trace-back."""
-    ended = asyncio.Event()
+    finish, ended = asyncio.Event(), asyncio.Event()
 
     async def watch(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
         try:
             yield b"here"
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.2)
+            await finish.wait()
             ended.set()
 
     calls = RunningCalls()
@@ -36,6 +36,7 @@ async def test_a_handler_that_a_stopped_server_has_cancelled_may_take_its_time_t
         assert await call.read() == b"here"
         assert not await calls.ended(0.05), "it runs"
         await server.stop(None)
-        assert not ended.is_set()
+        assert not await calls.ended(0.05), "it takes its time"
+        finish.set()
         assert await calls.ended(5)
         assert ended.is_set()
