@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.admission.waiting import seats as module
 from coordinator.admission.waiting.seats import AGEING_S, Capacity, Seats
+from outrider.base.aio import until
 
 
 class Crowd:
@@ -119,8 +120,7 @@ async def test_a_verifier_that_comes_makes_room() -> None:
     await crowd.come("greedy", 8)
     assert crowd.of("greedy") == 3
     crowd.room = Capacity(16, 0)
-    await asyncio.sleep(0.6)
-    assert crowd.of("greedy") == 8
+    assert await until(lambda: crowd.of("greedy") == 8, 10)
     await crowd.cancel()
 
 
