@@ -506,13 +506,13 @@ async def test_messages_are_paced() -> None:
     session.add_guess(answer(session, 7, parents=(-1,)), 100)
     async for _ in session.messages():
         count += 1
-        if time.monotonic() - started > 0.3:
+        if count > 10 and time.monotonic() - started > 0.3:
             break
         session.commit(position, (7,))
         position += 1
         session.next_request()
         session.add_guess(answer(session, 7, parents=(-1,)), 100)
-    assert 10 < count <= (time.monotonic() - started) / MESSAGE_S + 1
+    assert count <= (time.monotonic() - started) / MESSAGE_S + 1
     assert MESSAGE_S > 1 / 2000
 
 
@@ -522,6 +522,6 @@ async def test_a_guess_below_gamma_is_followed_by_an_empty_one_without_another_e
     session.next_request()
     session.add_guess(answer(session, 7, done=True), 100)
     messages = session.messages()
-    found = [await asyncio.wait_for(anext(messages), 1.0) for _ in range(2)]
+    found = [await asyncio.wait_for(anext(messages), 10.0) for _ in range(2)]
     assert [guess.tokens for guess in found] == [(7,), ()]
     await messages.aclose()
