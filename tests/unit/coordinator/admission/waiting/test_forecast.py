@@ -107,7 +107,7 @@ async def test_seats_measure_what_they_forecast() -> None:
     seats = Seats(lambda: Capacity(1, 0), several=lambda: False)
     stats = GenerationStats(time_to_first_token_ms=100, duration_ms=5100, tokens_per_second=20.0)
     done = SessionRecord("s", request(prompt=100), tokens=[1] * 100, finish_reason=FinishReason.LENGTH)
-    hurried = Urgency(deadline=time.monotonic() + 1.0)
+    hurried = Urgency(deadline=time.monotonic() + 2.0)
     seats.check_in_time("", hurried, request())
     for _ in range(FEWEST):
         async with seats.taken("", 10) as seat:
