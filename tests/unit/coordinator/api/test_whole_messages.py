@@ -20,7 +20,7 @@ MIB = 1024 * 1024
 LARGEST = 4 * MIB
 GENERATE = "/outrider.v1.Outrider/Generate"
 HEALTH = "/grpc.health.v1.Health/Check"
-TIMEOUT_S = 1.0
+TIMEOUT_S = 3.0
 Read = Callable[[AsyncIterator[pb.GenerateRequest]], AsyncIterator[pb.GenerateReply]]
 
 
