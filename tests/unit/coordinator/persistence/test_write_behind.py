@@ -10,7 +10,8 @@ import pytest
 from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.persistence.store import Store
-from coordinator.persistence.write_behind import BATCH_S, FIRST_WRITE_S, Entry, WriteBehind
+from coordinator.persistence.write_behind import BATCH_S, FIRST_WRITE_S, SESSIONS_PER_S, Entry, WriteBehind
+from outrider.base.aio import until
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason
 from outrider.protocol.speculation import TokenKind as Kind
@@ -71,13 +72,12 @@ async def test_a_session_that_grows_without_end_keeps_no_other_waiting() -> None
     others = asyncio.create_task(grow_without_end())
     await asyncio.sleep(5 * BATCH_S)
     write_behind.mark_changed(new)
-    await asyncio.sleep(5 * BATCH_S)
-    assert "new" in store.known
-    assert store.known["growing"] > 5, "and it is written itself"
+    assert await until(lambda: "new" in store.known, 5)
+    assert await until(lambda: store.known["growing"] > 5, 5), "and it is written itself"
     others.cancel()
     growing.record.finish_reason = FinishReason.LENGTH
     write_behind.mark_changed(growing)
-    assert await write_behind.flush(1)
+    assert await write_behind.flush(10)
     assert store.finished == {"growing"}
     assert store.known["growing"] == len(growing.record.tokens)
     running.cancel()
@@ -91,21 +91,24 @@ async def test_what_redis_lost_is_written_again_whole() -> None:
     store.known.clear()
     grow(entry)
     write_behind.mark_changed(entry)
-    assert await write_behind.flush(1)
+    assert await write_behind.flush(10)
     assert store.known == {"lost": 1}
 
 
-async def test_opening_waits_for_redis_but_not_for_long() -> None:
+async def test_opening_waits_for_redis_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     write_behind = journal_over(store := SlowStore())
-    await write_behind.write_first(entry_of("quick"))
+    with monkeypatch.context() as patch:
+        patch.setattr("coordinator.persistence.write_behind.FIRST_WRITE_S", 10.0)  # the machine may be busy
+        await write_behind.write_first(entry_of("quick"))
     assert "quick" in store.known
 
-    store.write_s = 10 * FIRST_WRITE_S
-    async with asyncio.timeout(2 * FIRST_WRITE_S):
+    store.write_s = 100 * FIRST_WRITE_S
+    async with asyncio.timeout(20 * FIRST_WRITE_S):
         await write_behind.write_first(entry_of("slow"))
 
     store.up = store.answers = False
-    async with asyncio.timeout(FIRST_WRITE_S / 2):
+    monkeypatch.setattr("coordinator.persistence.write_behind.FIRST_WRITE_S", 100.0)  # which is for one that answers
+    async with asyncio.timeout(20 * FIRST_WRITE_S):
         await write_behind.write_first(entry_of("away"))
     assert set(store.known) == {"quick"}
 
@@ -119,12 +122,12 @@ async def test_a_session_that_begins_is_written_once(write_s: float, monkeypatch
     entry = entry_of("new")
     write_behind.mark_changed(entry)
     await write_behind.write_first(entry)
-    assert await write_behind.flush(1)
+    assert await write_behind.flush(10)
     await asyncio.sleep(3 * BATCH_S)
     assert (store.known, store.writes) == ({"new": 0}, 1)
     grow(entry)
     write_behind.mark_changed(entry)
-    assert await write_behind.flush(1)
+    assert await write_behind.flush(10)
     assert (store.known, store.writes) == ({"new": 1}, 2)
     running.cancel()
 
@@ -134,7 +137,7 @@ async def test_a_flush_waits_for_the_batch_that_is_being_written() -> None:
     running = asyncio.create_task(write_behind.run())
     write_behind.mark_changed(entry_of("in the middle"))
     await asyncio.sleep(3 * BATCH_S)
-    assert await write_behind.flush(1)
+    assert await write_behind.flush(10)
     assert "in the middle" in store.known
     running.cancel()
 
@@ -149,13 +152,16 @@ async def test_a_session_that_redis_did_not_take_at_its_beginning_is_written_lat
     await write_behind.write_first(entry)
     assert not store.known
     store.answers = True
-    assert await write_behind.flush(1)
+    assert await write_behind.flush(10)
     assert store.known == {"late": 0}
     running.cancel()
 
 
-async def test_a_session_that_begins_while_redis_seems_away_is_in_it_if_it_answers() -> None:
+async def test_a_session_that_begins_while_redis_seems_away_is_in_it_if_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One slow answer marks it as away for a moment: sessions of that moment are to survive their coordinator, too."""
+    monkeypatch.setattr("coordinator.persistence.write_behind.FIRST_WRITE_DOWN_S", 10.0)  # the machine may be busy
     write_behind = journal_over(store := SlowStore())
     store.up = False
     await write_behind.write_first(entry_of("in between"))
@@ -168,10 +174,12 @@ async def test_many_sessions_are_written_less_often() -> None:
     write_behind = journal_over(store)
     running = asyncio.create_task(write_behind.run())
     entries = [entry_of(str(number)) for number in range(100)]
+    began = asyncio.get_running_loop().time()
     for _ in range(30):
         for entry in entries:
             grow(entry)
             write_behind.mark_changed(entry)
         await asyncio.sleep(0.02)
     running.cancel()
-    assert len(entries) < store.writes <= 6 * len(entries)
+    took_s = asyncio.get_running_loop().time() - began
+    assert len(entries) < store.writes <= SESSIONS_PER_S * took_s + 3 * len(entries)
