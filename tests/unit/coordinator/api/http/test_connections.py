@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,9 +14,9 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from coordinator.api.http.connections import Connection, Connections
+from outrider.base.aio import until
 
 SMALL = 4096  # bytes that the sockets hold, about
-TIMEOUT_S = 0.6
 REQUEST = b"GET /%d HTTP/1.1\r\nHost: here\r\n\r\n"
 
 
@@ -25,14 +26,20 @@ async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"x" * int(scope["path"][1:])})
 
 
+@pytest.fixture
+def timeout_s() -> float:
+    """How long a response may wait to be read."""
+    return 0.6
+
+
 @pytest_asyncio.fixture
-async def client() -> AsyncIterator[socket.socket]:
+async def client(timeout_s: float) -> AsyncIterator[socket.socket]:
     """A client of a server that limits the time to read."""
     config, state = Config(app, lifespan="off", log_config=None), ServerState()
     config.load()
 
     def connection() -> Connection:
-        return Connection(Connections(4), 5.0, TIMEOUT_S, config=config, server_state=state, app_state={})
+        return Connection(Connections(4), 10 * timeout_s, timeout_s, config=config, server_state=state, app_state={})
 
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)
@@ -58,17 +65,26 @@ async def read(client: socket.socket, size: int) -> int:
 @pytest.mark.parametrize("size", [50_000, 500_000], ids=["complete", "too much for the buffer"])
 async def test_who_does_not_read_is_cut_off(client: socket.socket, size: int) -> None:
     await asyncio.get_running_loop().sock_sendall(client, REQUEST % size)
-    await asyncio.sleep(2 * TIMEOUT_S)
+    hung_up = select.poll()
+    hung_up.register(client, 0)
+    assert await until(lambda: bool(hung_up.poll(0)), 10)
     with pytest.raises(ConnectionResetError):
         await read(client, size)
 
 
-async def test_who_reads_late_may_ask_again(client: socket.socket) -> None:
+@pytest.mark.parametrize("timeout_s", [60.0])
+async def test_who_reads_late_may_ask_again(
+    client: socket.socket, timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The time to read one response does not end the next one."""
+    loop, skipped = asyncio.get_running_loop(), 0.0
+    clock = loop.time
+    monkeypatch.setattr(loop, "time", lambda: clock() + skipped)
     for _ in range(3):
-        await asyncio.get_running_loop().sock_sendall(client, REQUEST % 50_000)
-        await asyncio.sleep(TIMEOUT_S / 10)
+        await loop.sock_sendall(client, REQUEST % 50_000)
+        await asyncio.sleep(0.06)
         assert await asyncio.wait_for(read(client, 50_000), 5.0) >= 50_000
-    await asyncio.sleep(2 * TIMEOUT_S)
-    await asyncio.get_running_loop().sock_sendall(client, REQUEST % 10)
+    skipped = 2 * timeout_s
+    await asyncio.sleep(0.06)
+    await loop.sock_sendall(client, REQUEST % 10)
     assert await asyncio.wait_for(read(client, 10), 5.0) >= 10, "nothing was left to read: the connection is open"
