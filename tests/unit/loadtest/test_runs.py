@@ -26,6 +26,7 @@ from loadtest.prompts import KINDS, PROMPTS
 from loadtest.report.summary import Summary
 from loadtest.settings import Load, LoadTarget
 from loadtest.workload import Output, cases, difference, pick
+from outrider.base.aio import until
 from outrider.base.endpoint import allowed, is_loopback, split
 from outrider.protocol.errors import Conflict, InvalidRequest, Overloaded
 from outrider.protocol.sampling_params import Verification
@@ -310,14 +311,13 @@ async def test_a_run_of_right_texts_passes(tmp_path: Path) -> None:
 
 
 async def test_a_run_with_wrong_texts_or_errors_fails(tmp_path: Path) -> None:
-    spoilt = []
+    heard = []
 
     def spoil(asked: str) -> str:
-        if "tides" in asked and spoilt:  # an error makes a user pause: not before there was a wrong text
+        heard.append(asked)
+        if len(heard) == 3:
             raise Conflict("of no use")
-        if "bakery" in asked:
-            spoilt.append(asked)
-        return asked.replace("bakery", "brewery")
+        return f"{asked} brewery" if len(heard) == 1 else asked
 
     async with made_up(MadeUp(spoil)) as endpoint:
         assert await run(endpoint, tmp_path) == 1
@@ -325,8 +325,10 @@ async def test_a_run_with_wrong_texts_or_errors_fails(tmp_path: Path) -> None:
     assert set(summary.errors) == {TEXT_DIFFERS, "conflict"}
     assert summary.all.failures == sum(summary.errors.values()) < summary.all.requests
     log = (tmp_path / "locust.log").read_text()
-    assert "chat/names coupled: text differs: from character 32 on 'rewery" in log
-    assert "chat/tides greedy: conflict: " in log
+    names = {case.prompt.chat[-1][1]: case.name for case in cases("chat", 8)}
+    end = len(" ".join(heard[0].split())) + 1
+    assert f"{names[heard[0]]}: text differs: from character {end} on 'brewery" in log
+    assert f"{names[heard[2]]}: conflict: " in log
 
 
 async def test_refusals_for_want_of_room_are_no_failures_and_tried_again(tmp_path: Path) -> None:
@@ -574,7 +576,7 @@ async def test_leaving_a_link_ends_what_is_under_way() -> None:
         async with EmulatedLink("127.0.0.1", target.port, LinkShape(delay_ms=60_000)) as link:
             reader, writer = await asyncio.open_connection(link.host, link.port)
             writer.write(b"never")
-            await asyncio.sleep(0.02)
+            assert await until(lambda: link.up._free_at > 0, SOON_S), "it is on its way"
         with pytest.raises(ConnectionResetError):
             await asyncio.wait_for(reader.read(1), SOON_S)
         assert await asyncio.wait_for(target.ends.get(), SOON_S) == "reset"
