@@ -369,15 +369,20 @@ from outrider.engine.loading.loader import load_model
 from outrider.base.openmp import release_threads
 torch.set_num_threads(3)
 def count():
-    time.sleep(0.5)  # the kernel takes its time to bury a thread
     return len(os.listdir("/proc/self/task"))
+def count_until(wanted):  # the kernel takes its time to bury a thread
+    deadline = time.monotonic() + 10
+    while count() != wanted and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return count()
+time.sleep(0.5)
 before = count()
 torch.ones(2_000_000).sum()
-spread = count()
+spread = count_until(before + 2)
 release_threads()
-print(before, spread, count(), end=" ")
+print(before, spread, count_until(before), end=" ")
 load_model({str(folder)!r})
-print(count())
+print(count_until(before))
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, spread, rested, loaded = map(int, ran.stdout.split())
