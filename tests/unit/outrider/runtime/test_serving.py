@@ -31,12 +31,16 @@ async def test_a_handler_that_a_stopped_server_has_cancelled_may_take_its_time_t
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call = channel.stream_stream(METHOD)()
-        assert await call.read() == b"here"
-        assert not await calls.ended(0.05), "it runs"
-        await server.stop(None)
-        assert not await calls.ended(0.05), "it takes its time"
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.stream_stream(METHOD)()
+            assert await call.read() == b"here"
+            assert not await calls.ended(0.05), "it runs"
+            await server.stop(None)
+            assert not await calls.ended(0.05), "it takes its time"
+            finish.set()
+            assert await calls.ended(5)
+            assert ended.is_set()
+    finally:
         finish.set()
-        assert await calls.ended(5)
-        assert ended.is_set()
+        await server.stop(None)
