@@ -141,6 +141,20 @@ def after_joining(loaded: LoadedModel | None, service: CoordinatorService, draft
         yield
 
 
+@contextmanager
+def slowed(loaded: LoadedModel, step_s: float) -> Iterator[None]:
+    """Make each step of the target longer, for answers that something must reach before their end."""
+    extend = loaded.engine.extend
+
+    def extend_slowly(batch: Sequence[SessionTokens]) -> StepResult:
+        time.sleep(step_s)
+        return extend(batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaded.engine, "extend", extend_slowly)
+        yield
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def verifier(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     """Address of a verifier with a second's patience for silent streams."""

@@ -39,6 +39,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 MODEL = ModelInfo("engine", "engine", vocab_size=1000, vocabulary_digest="digest")
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8] * 4
 STEP_S = 0.004
+SOON_S = 10.0
 NO_REDIS = "redis://127.0.0.1:1"
 
 
@@ -135,9 +136,12 @@ async def test_an_engine_gets_guesses_that_hold(alone: tuple[str, CoordinatorSer
     address, service = alone
     async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
         engine = Engine(call := attach(channel))
-        await call.write(opening())
+        await call.write(opening(max_tokens=5000))
         receiving = asyncio.create_task(engine.receive())
-        for _ in range(60):
+        while not engine.proposed:  # the drafter joins meanwhile
+            await engine.step()
+        for _ in range(30):
+            assert await soon(lambda: engine.tree.depth > 0, SOON_S), "a guess for each step"
             await engine.step()
         await call.done_writing()
         await receiving

@@ -269,7 +269,7 @@ async def test_bad_guess_is_refused_and_the_session_goes_on(verifier: str, truth
 
 async def test_guess_with_a_wrong_position_for_its_parent(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=12, gamma=4, draft_wait_us=500_000)
+        await stream.open(PROMPT, max_tokens=12, gamma=2, draft_wait_us=LONG_PATIENCE_US)
         await stream.verdict()
         await stream.guess(AT, truth[1:3])
         assert (await stream.verdict()).accepted == 2

@@ -13,6 +13,7 @@ import pytest
 import redis.asyncio as redis
 import structlog
 
+from coordinator.persistence import write_behind
 from coordinator.persistence.store import Store
 from outrider.base.grpc_options import channel_options
 from outrider.engine.loading.loader import LoadedModel
@@ -25,7 +26,7 @@ from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Output, ask, client, failure, follow, free_port, generate, generate_all, until_async
-from tests.contract.conftest import HEARTBEAT_MS, Greedy, House, after_joining
+from tests.contract.conftest import HEARTBEAT_MS, Greedy, House, after_joining, slowed
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -221,22 +222,23 @@ async def test_unknown_session(house: House, method: str) -> None:
 
 async def test_session_taken_by_a_higher_epoch_is_left(house: House) -> None:
     """Another coordinator has claimed it: whoever follows here is told, and its writes are fenced off."""
-    async with client(house.coordinator) as stub, redis.Redis.from_url(house.redis.url) as store:
-        call = stub.Generate(ask(PROMPT, temperature=0.0, max_tokens=1500, ignore_eos=True, gamma=0), timeout=30)
-        session_id = (await call.read()).started.session_id
-        key = f"outrider:session:{{{session_id}}}"
+    with slowed(house.loaded, 0.005):
+        async with client(house.coordinator) as stub, redis.Redis.from_url(house.redis.url) as store:
+            call = stub.Generate(ask(PROMPT, temperature=0.0, max_tokens=1500, ignore_eos=True, gamma=0), timeout=30)
+            session_id = (await call.read()).started.session_id
+            key = f"outrider:session:{{{session_id}}}"
 
-        async def written() -> bool:
-            return bool(await store.exists(key))
+            async def written() -> bool:
+                return bool(await store.exists(key))
 
-        await until_async(written, 5, "the session in Redis")
-        await store.hincrby(key, "epoch", 1)
-        error = None
-        while (reply := await call.read()) is not grpc.aio.EOF:
-            error = reply.error if reply.HasField("error") else error
-        assert error is not None
-        assert (error.code, error.value) == ("fenced", session_id)
-        assert int(await store.hget(key, "finish") or 0) == FinishReason.NONE
+            await until_async(written, 5, "the session in Redis")
+            await store.hincrby(key, "epoch", 1)
+            error = None
+            while (reply := await call.read()) is not grpc.aio.EOF:
+                error = reply.error if reply.HasField("error") else error
+            assert error is not None
+            assert (error.code, error.value) == ("fenced", session_id)
+            assert int(await store.hget(key, "finish") or 0) == FinishReason.NONE
 
 
 async def test_model_and_server_info(house: House, loaded: LoadedModel) -> None:
@@ -336,22 +338,26 @@ async def test_worker_of_another_coordinator_comes_and_goes_with_redis(house: Ho
     other = Store(house.redis.url, "another-coordinator", 60)
     info = WorkerInfo("far-away", Role.DRAFTER, f"127.0.0.1:{free_port()}", ModelInfo("any", "any"), draining=True)
     try:
-        await other.put_worker(info, ttl_ms=1500)
+        await other.put_worker(info, ttl_ms=60_000)
+
+        async def here() -> bool:
+            return info.worker_id in await known(house)
+
+        async def gone() -> bool:
+            return not await here()
+
+        await until_async(here, 10, "heard of it through Redis")
+        await other.put_worker(info, ttl_ms=1000)  # its last report
+        await until_async(gone, 10, "forgotten once silent")
     finally:
         await other.connection.close()
 
-    async def here() -> bool:
-        return info.worker_id in await known(house)
 
-    async def gone() -> bool:
-        return not await here()
-
-    await until_async(here, 2, "heard of it through Redis")
-    await until_async(gone, 6, "forgotten once silent")
-
-
-async def test_whoever_hears_of_a_session_can_ask_for_it_elsewhere(house: House) -> None:
+async def test_whoever_hears_of_a_session_can_ask_for_it_elsewhere(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its coordinator may die right after the first word. Others that grow all the time keep it waiting no more."""
+    monkeypatch.setattr(write_behind, "FIRST_WRITE_S", 10.0)  # a session starts without a Redis that is late
     other = Store(house.redis.url, "another-coordinator", 60)
     endless = [ask(PROMPT, seed=seed, max_tokens=400, ignore_eos=True) for seed in range(2)]
     try:

@@ -231,7 +231,7 @@ async def test_cancelling_frees_the_session(model_drafter: str) -> None:
     async def free() -> bool:
         return (await probe(model_drafter)).load.sessions == 0
 
-    await until_async(free, 1, "no session left")
+    await until_async(free, SOON_S, "no session left")
 
 
 async def test_full_drafter_refuses(models: Models) -> None:

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from drafter import loop
-from drafter.shares.shares import FEW, patience
+from drafter.shares.shares import FEW, DraftingShares, patience
 from outrider.base.grpc_options import channel_options
 from outrider.protocol import convert
 from outrider.speculation.tree import GuessTree
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.timeout(120)
 PROMPT = list(range(40, 72))
 VOCAB = 257
 PACE = "1:6,8:20"  # a drafting step: 4 ms, and 2 ms for each session
-EIGHT_MS = 20.0
 VERIFY_S = 0.04
 HIGH, LOW = 0.9, 0.1
 SESSIONS = [HIGH, LOW] * 4
@@ -123,11 +122,21 @@ def of(sessions: Sequence[Checked], chance: float) -> list[Checked]:
     return [session for session in sessions if session.chance == chance]
 
 
-async def test_sessions_whose_guesses_hold_get_the_larger_share_and_none_starves(models: Models) -> None:
+async def test_sessions_whose_guesses_hold_get_the_larger_share_and_none_starves(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, steps = DraftingShares.measure, list[float]()
+
+    def count(*step: Any) -> None:
+        steps.append(time.perf_counter())
+        measure(*step)
+
+    monkeypatch.setattr(DraftingShares, "measure", count)
     sessions = await drafted_for(models, SESSIONS, 5.0)
+    counted = sum(at > steps[-1] - 5.0 for at in steps)
     high, low = ([session.drafted for session in of(sessions, chance)] for chance in (HIGH, LOW))
     assert min(high) > 3 * max(low), (high, low)
-    assert min(low) > 5.0 / (2 * patience(len(sessions)) * EIGHT_MS / 1000), "patience, with steps of twice the time"
+    assert min(low) > counted / (2 * patience(len(sessions))), "the least that patience gives, and half of it to spare"
     assert max(session.longest_silence_s for session in of(sessions, LOW)) < 1.0
 
 

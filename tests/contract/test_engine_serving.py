@@ -19,7 +19,7 @@ from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc
 from tests.cluster import Cluster, failure, in_process, until_async
 from tests.conftest import Models
-from tests.contract.conftest import Greedy, Verify, verifier_serving, verifying
+from tests.contract.conftest import Greedy, Verify, slowed, verifier_serving, verifying
 from verifier.engine_target import EngineTarget
 from verifier.service import VerifierService
 from verifier.step_times import StepTimes
@@ -140,7 +140,8 @@ async def test_four_times_what_fits_waits_then_is_refused_and_all_that_was_taken
                 await stream.rest()
             return stream.tokens
 
-        ended = await asyncio.gather(*(one(index) for index in range(16)))
+        with slowed(loaded, 0.005):  # the first must not end before the last has asked
+            ended = await asyncio.gather(*(one(index) for index in range(16)))
         refused = [result for result in ended if isinstance(result, grpc.StatusCode)]
         assert refused, "what is too much is refused"
         assert set(refused) == {grpc.StatusCode.RESOURCE_EXHAUSTED}

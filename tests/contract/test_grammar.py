@@ -28,7 +28,7 @@ from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 from tests.cluster import Output, ask, client, failure, generate, generate_all
 from tests.conftest import Models
-from tests.contract.conftest import Greedy, House, drafter_serving, opening, verifying
+from tests.contract.conftest import Greedy, House, after_joining, drafter_serving, opening, verifying
 from tests.contract.test_drafter import drafting
 
 pytestmark = pytest.mark.timeout(120)
@@ -106,7 +106,8 @@ async def test_the_text_is_of_the_form_and_guesses_never_show(
     plain = await generate_all(house.coordinator, requests(seeds, gamma=0, temperature=temperature))
     assert check(plain, loaded) >= len(plain) / 2
     for way in WAYS:
-        outputs = await generate_all(house.coordinator, requests(seeds, temperature=temperature, **way))
+        with after_joining(house.loaded, house.service):
+            outputs = await generate_all(house.coordinator, requests(seeds, temperature=temperature, **way))
         for output, wanted in zip(outputs, plain, strict=True):
             assert (output.token_ids, output.text, output.finish) == (wanted.token_ids, wanted.text, wanted.finish)
         if way == WAYS[0]:
@@ -119,7 +120,8 @@ async def test_modes_with_probabilities_write_the_form_too(
     house: House, loaded: LoadedModel, mode: int, drafter: str
 ) -> None:
     """Their law is tested in unit/test_exactness_of_grammar.py."""
-    outputs = await generate_all(house.coordinator, requests(gamma=4, drafter=drafter, verification=mode))
+    with after_joining(house.loaded, house.service):
+        outputs = await generate_all(house.coordinator, requests(gamma=4, drafter=drafter, verification=mode))
     assert check(outputs, loaded) > len(outputs) / 2
     assert all(output.stats.drafter_losses == 0 for output in outputs)
     if drafter == "model":
@@ -262,7 +264,8 @@ async def test_a_drafter_that_knows_the_grammar_is_believed_more(house: House, m
     """The same model drafts the same outputs; once it does not look at the grammar."""
 
     async def served() -> tuple[list[Output], float]:
-        outputs = await generate_all(house.coordinator, requests(gamma=4, drafter="model"))
+        with after_joining(house.loaded, house.service):
+            outputs = await generate_all(house.coordinator, requests(gamma=4, drafter="model"))
         guessed = sum(output.stats.draft_tokens for output in outputs)
         return outputs, sum(output.stats.accepted_tokens for output in outputs) / guessed
 

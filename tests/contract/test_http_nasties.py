@@ -58,7 +58,7 @@ class Wire:
             try:
                 while data := await self._reader.read(65536):
                     heard += data
-            except ConnectionResetError:
+            except ConnectionError:
                 pass  # it hung up while we were talking
         return heard
 
