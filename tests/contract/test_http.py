@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from outrider.protocol.speculation import TokenKind
 from tests.cluster import ask, client, generate
-from tests.contract.conftest import House, after_joining, soon
+from tests.contract.conftest import House, after_joining, slowed, soon
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -450,11 +450,12 @@ async def test_an_unknown_model_is_not_found(api: AsyncOpenAI) -> None:
 async def test_a_client_that_leaves_frees_its_session(web: httpx.AsyncClient, house: House, stream: bool) -> None:
     sessions = house.service.sessions
     body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": stream, "n": 2}
-    asking = asyncio.create_task(web.post("/v1/completions", json=body))
-    assert await soon(lambda: len(sessions.live) == 2, 10)
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    assert await soon(lambda: len(sessions.live) == 0, 2)
+    with slowed(house.loaded, 0.02):  # they must not end before they are left
+        asking = asyncio.create_task(web.post("/v1/completions", json=body))
+        assert await soon(lambda: len(sessions.live) == 2, 10)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert await soon(lambda: len(sessions.live) == 0, 10)
 
 
 async def test_a_session_that_is_cancelled_elsewhere_ends_its_stream(web: httpx.AsyncClient, house: House) -> None:
