@@ -7,8 +7,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import grpc
@@ -30,22 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 SEATS = 8
 TOKENS = 400
 WRITE_S = 1.5
-PATIENT_WRITE_S = 30.0
 LONG: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 20}
-
-
-@asynccontextmanager
-async def serving(loaded: LoadedModel, redis_url: str, folder: Path, write_timeout_s: float) -> AsyncIterator[Home]:
-    settings = CoordinatorSettings(
-        http_port=0, heartbeat_ms=100, max_sessions=SEATS, max_request_sessions=SEATS, write_timeout_s=write_timeout_s
-    )
-    async with AsyncExitStack() as exits:
-        service = CoordinatorService(settings, redis_url)
-        coordinator = await exits.enter_async_context(in_process(service, settings))
-        await exits.enter_async_context(verifier_serving(loaded, folder, coordinators=coordinator))
-        home = Home(coordinator, service, loaded)
-        await home.knows(0)
-        yield home
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -53,16 +37,17 @@ async def small(
     loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Home]:
     """Few seats, and little patience with clients."""
-    async with serving(loaded, redis_server.url, tmp_path_factory.mktemp("tokenizer"), WRITE_S) as small:
+    settings = CoordinatorSettings(
+        http_port=0, heartbeat_ms=100, max_sessions=SEATS, max_request_sessions=SEATS, write_timeout_s=WRITE_S
+    )
+    async with AsyncExitStack() as exits:
+        service = CoordinatorService(settings, redis_server.url)
+        coordinator = await exits.enter_async_context(in_process(service, settings))
+        folder = tmp_path_factory.mktemp("tokenizer")
+        await exits.enter_async_context(verifier_serving(loaded, folder, coordinators=coordinator))
+        small = Home(coordinator, service, loaded)
+        await small.knows(0)
         yield small
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def patient(loaded: LoadedModel, redis_server: Redis, tmp_path: Path) -> AsyncIterator[Home]:
-    """Waits for a client also while a busy machine generates what it does not read yet."""
-    apart = redis_server.url.removesuffix("0") + "1"  # or it would hear of the other verifier
-    async with serving(loaded, apart, tmp_path, PATIENT_WRITE_S) as patient:
-        yield patient
 
 
 def going(home: Home) -> int:
@@ -127,23 +112,23 @@ async def test_a_grpc_client_that_never_reads_keeps_no_seat(small: Home) -> None
             assert "has not read" in (caught.value.details() or "")
 
 
-async def test_who_pauses_gets_the_whole_text(patient: Home) -> None:
+async def test_who_pauses_gets_the_whole_text(small: Home) -> None:
     body = {"prompt": "Somebody reads this later. ", "temperature": 0, **LONG}
-    with asked(patient, body) as connection:
-        assert await soon(lambda: going(patient) == 1, 10)
-        assert await soon(lambda: going(patient) == 0, 30)
+    with asked(small, body) as connection:
+        assert await soon(lambda: going(small) == 1, 10)
+        assert await soon(lambda: going(small) == 0, 30)
         await asyncio.sleep(WRITE_S / 3)
         events = (await read(connection)).split(b"\r\n\r\n", 1)[1]
-    async with httpx.AsyncClient(base_url=f"http://{patient.service.http_address}", timeout=30) as web:
+    async with httpx.AsyncClient(base_url=f"http://{small.service.http_address}", timeout=30) as web:
         whole = (await web.post("/v1/completions", json=body)).json()["choices"][0]["text"]
     lines = [part for part in events.replace(b"\r\n", b"\n").split(b"\n") if part.startswith(b"data: {")]
     assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines) == whole
     assert b"data: [DONE]" in events
-    async with client(patient.coordinator) as stub:
+    async with client(small.coordinator) as stub:
         call = stub.Generate(ask("Somebody reads this later. ", temperature=0.0, **LONG), timeout=60)
         replies = aiter(call)
         await anext(replies)
-        assert await soon(lambda: going(patient) == 0, 30)
+        assert await soon(lambda: going(small) == 0, 30)
         started = time.monotonic()
         await asyncio.sleep(WRITE_S / 3)
         output = await follow(call, Output())
