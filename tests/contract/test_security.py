@@ -39,6 +39,7 @@ from outrider.v1 import coordinator_pb2, drafter_pb2, verifier_pb2, verifier_pb2
 from tests.certificates import Authority
 from tests.cluster import (
     ROOT,
+    SLOW,
     START_S,
     Cluster,
     ask,
@@ -346,7 +347,7 @@ def secured(models: Models, authority: Authority, tmp_path_factory: pytest.TempP
         access=Channels(Tls.load(**files), API_KEY),
     )
     cluster.add_coordinator("--api-keys", f"@{folder / 'api-keys'}")
-    cluster.add_verifier(models.target)
+    cluster.add_verifier(models.target, *SLOW)
     cluster.add_drafter("model", models.draft)
     cluster.start()
     (folder / "api-key").write_text(API_KEY)
