@@ -73,7 +73,8 @@ async def limited(
     loaded: LoadedModel, models: Models, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[dict[str, Limited]]:
     """Coordinators with different limits, which share two verifiers."""
-    words = load_model(str(models.other_vocabulary), EngineOptions(device="cpu"))
+    # So slow that its long answers outlast what is asked beside them: 1500 tokens take 7 s.
+    words = load_model(str(models.other_vocabulary), EngineOptions(device="cpu", pace="1:5"))
     async with AsyncExitStack() as stack:
         made = {}
         for name, limits in LIMITS.items():

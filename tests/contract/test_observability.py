@@ -28,7 +28,7 @@ from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc as rpc
 from tests.cluster import ROOT, Output, Redis, ask, client, failure, free_port, generate, in_process
 from tests.conftest import Models
-from tests.contract.conftest import drafter_serving, verifier_serving
+from tests.contract.conftest import after_joining, drafter_serving, verifier_serving
 from tests.contract.test_processes import assert_told, run
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "outrider.json"
@@ -105,9 +105,11 @@ async def watched(
         assert await soon(lambda: service.ready() and len(service.sessions.worker_pool.connections()) == 2, 20)
         async with client(address) as stub:
             options: list[dict[str, Any]] = [{"gamma": 4}, {"gamma": 0}, {"gamma": None, "temperature": 0.0}]
-            outputs = [
-                await generate(stub, ask(PROMPT, max_tokens=LENGTH, ignore_eos=True, **option)) for option in options
-            ]
+            with after_joining(loaded, service):
+                outputs = [
+                    await generate(stub, ask(PROMPT, max_tokens=LENGTH, ignore_eos=True, **option))
+                    for option in options
+                ]
             _, error, _ = await failure(stub.Generate(ask(PROMPT, temperature=-1.0)))
             assert isinstance(error, InvalidRequest)
         yield Watched(address, service, ports, outputs)

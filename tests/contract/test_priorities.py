@@ -94,13 +94,14 @@ async def seat_taken(hall: Hall) -> AsyncIterator[None]:
 
 async def test_waiting_requests_are_served_by_class_over_both_protocols(hall: Hall) -> None:
     served: list[str] = []
+    long = {"max_tokens": 1000}  # the answer before it is read long before it ends
     urgent = ask(PROMPT, temperature=0.0, max_tokens=4, ignore_eos=True)
     urgent.priority = -1
 
     async with hall.web(BATCH) as batch, hall.web(STAFF) as late, hall.stub(STAFF) as staff:
 
         async def over_http(client: httpx.AsyncClient, name: str, **more: int) -> None:
-            reply = await client.post("/v1/completions", json=SHORT | more)
+            reply = await client.post("/v1/completions", json=SHORT | long | more)
             assert reply.status_code == 200, reply.text
             served.append(name)
 
@@ -125,7 +126,7 @@ async def test_a_request_that_waits_until_its_deadline_frees_its_place(hall: Hal
     async with hall.web(BATCH) as batch:
         async with seat_taken(hall):
             for stream in (False, True):
-                body, headers = SHORT | {"stream": stream}, {"X-Request-Timeout": "0.1"}
+                body, headers = SHORT | {"stream": stream}, {"X-Request-Timeout": "1"}
                 reply = await batch.post("/v1/completions", json=body, headers=headers)
                 error = reply.json()["error"]
                 assert (reply.status_code, error["type"], error["param"]) == (504, "server_error", "timeout")

@@ -150,7 +150,10 @@ async def test_drafters_are_shown_the_drafters_key(desk: Desk) -> None:
     assert set(nosy.shown) == {f"Bearer {DRAFTER_KEY}"}
 
 
-async def test_nobody_takes_the_id_or_the_place_of_a_worker_that_is_there(desk: Desk) -> None:
+async def test_nobody_takes_the_id_or_the_place_of_a_worker_that_is_there(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.workers.registrations.SILENT_AFTER_HEARTBEATS", 100)  # a busy machine is late
     mine = saying("mine", address="127.0.0.1:7")
     async with registering(desk, mine) as call:
         assert (await call.read()).accepted

@@ -39,6 +39,7 @@ from outrider.v1 import coordinator_pb2, drafter_pb2, verifier_pb2, verifier_pb2
 from tests.certificates import Authority
 from tests.cluster import (
     ROOT,
+    SLOW,
     START_S,
     Cluster,
     ask,
@@ -210,7 +211,7 @@ async def test_a_worker_with_a_wrong_key_says_so_and_keeps_trying() -> None:
 async def test_strangers_that_say_nothing_are_not_waited_for(guarded: Guarded) -> None:
     async with PLAIN.aio_channel(guarded.addresses["outrider.v1.Verifier"]) as channel:
         calls = [verifier_pb2_grpc.VerifierStub(channel).Verify(timeout=20) for _ in range(48)]
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             assert [await call.code() for call in calls] == [UNAUTHENTICATED] * len(calls)
 
 
@@ -346,7 +347,7 @@ def secured(models: Models, authority: Authority, tmp_path_factory: pytest.TempP
         access=Channels(Tls.load(**files), API_KEY),
     )
     cluster.add_coordinator("--api-keys", f"@{folder / 'api-keys'}")
-    cluster.add_verifier(models.target)
+    cluster.add_verifier(models.target, *SLOW)
     cluster.add_drafter("model", models.draft)
     cluster.start()
     (folder / "api-key").write_text(API_KEY)
@@ -359,9 +360,14 @@ def test_a_fleet_with_everything_on_says_the_same(secured: Secured, cluster: Clu
     address, access = secured.cluster.address, secured.cluster.access
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True)
     with Client([address], api_key=API_KEY, tls=access.tls) as client, Client([cluster.address]) as plain:
-        made = client.complete("Nobody listens in. ", params=params, gamma=4)
-        assert made.token_ids == plain.complete("Nobody listens in. ", params=params, gamma=4).token_ids
-    assert made.finished.stats.draft_tokens > 0, "the drafter takes part"
+        said = plain.complete("Nobody listens in. ", params=params, gamma=4).token_ids
+
+        def drafted() -> int:
+            made = client.complete("Nobody listens in. ", params=params, gamma=4)
+            assert made.token_ids == said
+            return made.finished.stats.draft_tokens
+
+        until(drafted, 20, "the drafter takes part")
     assert {worker.address for worker in server_info(address, access).workers} == {
         process.address for process in (*secured.cluster.verifiers, *secured.cluster.drafters)
     }

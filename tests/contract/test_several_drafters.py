@@ -19,6 +19,7 @@ from coordinator.api.service import CoordinatorService
 from drafter.interface import DraftRequest
 from drafter.service import DrafterService
 from outrider.base.aio import until
+from outrider.engine.interface import SessionTokens, StepResult
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.messages import HiddenStates
@@ -110,8 +111,15 @@ async def test_modes_with_probabilities(home: Home, models: Models, mode: int) -
     assert set(shares(output)) == {"ngram", "model"}
 
 
-async def test_losing_one_of_two_changes_nothing_in_the_text(home: Home, models: Models) -> None:
+async def test_losing_one_of_two_changes_nothing_in_the_text(home: Home, models: Models, loaded: LoadedModel) -> None:
     """Its connection is cut in the middle and does not come back; the other goes on."""
+    lost = threading.Event()
+
+    def noticed() -> bool:
+        stats = next(iter(home.service.sessions.live)).stats
+        guessed = "model" in stats._kinds and stats._kinds["model"].guessed > 0
+        return stats.drafter_losses > 0 if lost.is_set() else guessed
+
     length = 600
     plain = await home.answer(gamma=0, temperature=0.0, max_tokens=length)
     request = ask(HOME_PROMPT, temperature=0.0, max_tokens=length, ignore_eos=True, gamma=4)
@@ -121,8 +129,21 @@ async def test_losing_one_of_two_changes_nothing_in_the_text(home: Home, models:
         def cut(output: Output) -> None:
             if len(output.token_ids) > 100 and link.connections:
                 link.cut(refuse=True)
+                lost.set()
 
-        output = await follow(stub.Generate(request, timeout=60), Output(), cut)
+        joined = loaded.engine.extend
+
+        def extend_when_noticed(batch: Sequence[SessionTokens]) -> StepResult:
+            """Hold the steps until the drafter has guessed, then until its loss is known: the toy would end before."""
+            deadline = time.monotonic() + 20
+            while not noticed():
+                assert time.monotonic() < deadline, "its guess or its loss is not known"
+                time.sleep(0.001)
+            return joined(batch)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loaded.engine, "extend", extend_when_noticed)
+            output = await follow(stub.Generate(request, timeout=60), Output(), cut)
         link.heal()
     assert output.token_ids == plain.token_ids
     assert output.stats.drafter_losses >= 1

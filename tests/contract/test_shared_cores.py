@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest_asyncio
 
 from coordinator.api.service import CoordinatorService
 from coordinator.sessions.drafter_stream import DrafterStream
+from outrider.engine.interface import SessionTokens, StepResult
 from outrider.engine.loading.loader import LoadedModel
 from outrider.engine.throttled import ThrottledEngine
 from outrider.models.tokenizer import save_tokenizer
@@ -52,9 +55,22 @@ async def _verifier(loaded: LoadedModel, folder: Path, coordinator: str) -> Asyn
 
 
 async def test_beside_others_a_session_that_does_not_guess_sends_no_hidden_states(
-    steep: Home, loaded: LoadedModel, greedy: Greedy
+    steep: Home, loaded: LoadedModel, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one is alone for a while, and its drafter gets them. The later ones never attach theirs."""
+    extend, together = loaded.engine.extend, threading.Event()
+
+    def extend_beside_others(batch: Sequence[SessionTokens]) -> StepResult:
+        """Let the first one wait for the later ones, which a busy machine may start late."""
+        deadline = time.monotonic() + 20
+        while begun.is_set() and not together.is_set():
+            assert time.monotonic() < deadline, "the later ones have not begun"
+            if len(steep.service.sessions.live) == len(prompts):
+                together.set()
+            time.sleep(0.001)
+        return extend(batch)
+
+    monkeypatch.setattr(loaded.engine, "extend", extend_beside_others)
     listener, begun = Listener(), asyncio.Event()
     prompts = [[(first * index + first) % 250 for index in range(40)] for first in (3, 5, 7, 11)]
     lengths = [150, 150, 150, 150]

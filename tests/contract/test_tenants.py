@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from structlog.testing import capture_logs
 
 from coordinator.api.service import CoordinatorService
 from outrider.base.aio import until as soon
+from outrider.engine.interface import SessionTokens, StepResult
 from outrider.engine.loading.loader import LoadedModel
 from outrider.security.channels import Channels
 from outrider.settings.coordinator import CoordinatorSettings
@@ -67,16 +69,27 @@ async def hotel(
 
 @pytest.mark.parametrize("method", ["Resume", "Cancel"])
 @pytest.mark.parametrize("state", ["going on", "finished", "in Redis"])
-async def test_another_s_session_is_not_there(hotel: Hotel, method: str, state: str) -> None:
+async def test_another_s_session_is_not_there(
+    hotel: Hotel, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, method: str, state: str
+) -> None:
+    extend = loaded.engine.extend
+
+    def slow(batch: Sequence[SessionTokens]) -> StepResult:
+        time.sleep(0.005)
+        return extend(batch)
+
+    if state == "going on":  # until it is cancelled, also on a busy machine
+        monkeypatch.setattr(loaded.engine, "extend", slow)
     kind = {"Resume": pb.ResumeRequest, "Cancel": pb.CancelRequest}[method]
     async with hotel.guest(ALICE) as alice, hotel.guest(BOB) as bob:
         length = 1500 if state == "going on" else 4
-        call = alice.Generate(ask(PROMPT, temperature=0.0, max_tokens=length, ignore_eos=True), timeout=30)
+        call = alice.Generate(ask(PROMPT, temperature=0.0, max_tokens=length, ignore_eos=True, gamma=0), timeout=30)
         session_id = (await call.read()).started.session_id
         if state != "going on":
             while await call.read() is not grpc.aio.EOF:
                 continue
         if state == "in Redis":
+            assert await hotel.service.sessions.write_behind.flush(5)
             hotel.service.sessions.ended.recent.clear()
         code, error, typed = await failure(getattr(bob, method)(kind(session_id=session_id), timeout=10))
         nobody = await failure(getattr(bob, method)(kind(session_id="0" * 24), timeout=10))

@@ -35,7 +35,7 @@ def open_unread(peer: Http2, streams: int) -> None:
 
 
 async def test_unread_streams_leave_their_seats(loaded: LoadedModel, greedy: Greedy, tmp_path: Path) -> None:
-    async with verifier_serving(loaded, tmp_path, max_sessions=SEATS, max_waiting=0, write_timeout_s=1.0) as address:
+    async with verifier_serving(loaded, tmp_path, max_sessions=SEATS, max_waiting=0, write_timeout_s=3.0) as address:
         with Http2(address) as peer:
             await asyncio.to_thread(open_unread, peer, SEATS)
             await until_async(lambda: holds(address, SEATS), 10, "every seat taken")

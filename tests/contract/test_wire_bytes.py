@@ -17,7 +17,7 @@ from outrider.testing.link_emulator import EmulatedLink
 from outrider.v1 import common_pb2 as common
 from tests.cluster import Output, Redis, ask, client, free_port, generate, in_process
 from tests.conftest import Models
-from tests.contract.conftest import drafter_serving, verifier_serving
+from tests.contract.conftest import after_joining, drafter_serving, verifier_serving
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -36,6 +36,8 @@ PER_MESSAGE = 13 + 17
 class Wired:
     coordinator: str
     link: EmulatedLink  # from the coordinator to the only drafter
+    service: CoordinatorService
+    loaded: LoadedModel  # the verifier's
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -54,7 +56,7 @@ async def wired(
         flags = {"kind": "model", "model": str(models.draft), "device": "cpu", "port": port}
         await stack.enter_async_context(drafter_serving(**flags, coordinators=coordinator, advertise=link.address))
         assert await until(lambda: service.ready() and len(service.sessions.worker_pool.connections()) == 2, 20)
-        yield Wired(coordinator, link)
+        yield Wired(coordinator, link, service, loaded)
 
 
 async def drawn(wired: Wired, **fields: object) -> tuple[Output, int, int]:
@@ -63,7 +65,8 @@ async def drawn(wired: Wired, **fields: object) -> tuple[Output, int, int]:
     async with client(wired.coordinator) as stub:
         await generate(stub, request)  # the connection is made and warm
         from_drafter, to_drafter = wired.link.down.num_bytes, wired.link.up.num_bytes
-        output = await generate(stub, request)
+        with after_joining(wired.loaded, wired.service):
+            output = await generate(stub, request)
     return output, wired.link.down.num_bytes - from_drafter, wired.link.up.num_bytes - to_drafter
 
 
