@@ -22,7 +22,7 @@ SURROUNDINGS = environment() | {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb
 
 def test_fleets_of_two_sizes_are_started_and_compared(models: Models, tmp_path: Path) -> None:
     written, drawn = tmp_path / "fleet.json", tmp_path / "fleet.png"
-    flags = "--verify-pace 1:20,512:24 --verifiers 1,2 --drafters 0 --sessions 2,6 --seconds 1.5 --tokens 12"
+    flags = "--verify-pace 1:20,512:24 --verifiers 1,2 --drafters 0 --sessions 2,6 --seconds 2.5 --tokens 12"
     flags += " --system-prompts 1 --set coordinator.max-sessions=5 --set verifier-2.threads=1"
     files = ("--target", str(models.target), "--json", str(written), "--plot", str(drawn))
     command = [*COMMAND, *flags.split(), *files]

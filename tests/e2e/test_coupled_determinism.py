@@ -13,13 +13,14 @@ import pytest_asyncio
 from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
-from tests.cluster import Cluster, Output, ask, generate_all, generate_resuming
+from tests.cluster import SLOW, Cluster, Output, ask, generate_all, generate_resuming, until_async
 from tests.conftest import Models
 from tests.e2e.prompts import mixed
 
 pytestmark = pytest.mark.timeout(240)
 
 MAX_TOKENS = 64
+GUESSED_S = 60.0  # until guesses arrive in time: a toy target can end its answers before
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.5},
     {"temperature": 0.7, "top_k": 20},
@@ -77,10 +78,13 @@ async def test_plain_runs_are_what_they_should_be(plain: list[Output]) -> None:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 async def test_speculation_never_shows(cluster: Cluster, plain: list[Output], way: dict[str, Any]) -> None:
     """All at once, so that every session has neighbours in its batches."""
-    outputs = await generate_all(cluster.address, requests(**way), concurrency=len(PARAMS))
-    assert_same(outputs, plain)
-    if way.get("drafter") == "model":
-        assert sum(output.stats.accepted_tokens for output in outputs) > 0
+
+    async def speculated() -> bool:
+        outputs = await generate_all(cluster.address, requests(**way), concurrency=len(PARAMS))
+        assert_same(outputs, plain)
+        return way.get("drafter") != "model" or any(output.stats.accepted_tokens for output in outputs)
+
+    await until_async(speculated, GUESSED_S, "guesses accepted")
 
 
 async def test_alone_or_with_neighbours(cluster: Cluster, plain: list[Output]) -> None:
@@ -108,26 +112,30 @@ async def test_other_seed_other_text(cluster: Cluster) -> None:
 @pytest.mark.parametrize("way", [{"gamma": 0}, {"gamma": 4, "drafter": "model"}, {"gamma": 4, "drafter": "ngram"}, {}])
 async def test_modes_with_probabilities(cluster: Cluster, mode: int, way: dict[str, Any]) -> None:
     """Their text depends on the guesses, so only its form can be tested here; its law is in tests/unit."""
-    outputs = await generate_all(cluster.address, requests(verification=mode, **way), concurrency=len(PARAMS))
-    for number, output in enumerate(outputs):
-        assert output.finish is FinishReason.LENGTH or number % 2, "ignore_eos goes to the end"
-        assert len(output.token_ids) == MAX_TOKENS or output.finish is FinishReason.STOP
-        assert output.kinds.count(TokenKind.ACCEPTED) == output.stats.accepted_tokens
-        assert len(output.kinds) - output.stats.accepted_tokens in (output.stats.steps, output.stats.steps - 1)
-        assert not {10} & set(outputs[7].token_ids)
-    if way.get("gamma") == 0:
-        assert all(set(output.kinds) == {TokenKind.PLAIN} for output in outputs)
-    elif way.get("drafter") == "model":
-        assert sum(output.stats.accepted_tokens for output in outputs) > MAX_TOKENS
-        assert any(TokenKind.RECOVERED in output.kinds for output in outputs)
-        assert any(TokenKind.BONUS in output.kinds for output in outputs)
+
+    async def speculated() -> bool:
+        outputs = await generate_all(cluster.address, requests(verification=mode, **way), concurrency=len(PARAMS))
+        for number, output in enumerate(outputs):
+            assert output.finish is FinishReason.LENGTH or number % 2, "ignore_eos goes to the end"
+            assert len(output.token_ids) == MAX_TOKENS or output.finish is FinishReason.STOP
+            assert output.kinds.count(TokenKind.ACCEPTED) == output.stats.accepted_tokens
+            assert len(output.kinds) - output.stats.accepted_tokens in (output.stats.steps, output.stats.steps - 1)
+            assert not {10} & set(outputs[7].token_ids)
+        if way.get("gamma") == 0:
+            assert all(set(output.kinds) == {TokenKind.PLAIN} for output in outputs)
+        if way.get("drafter") != "model":
+            return True
+        kinds = Counter(kind for output in outputs for kind in output.kinds)
+        return kinds[TokenKind.ACCEPTED] > MAX_TOKENS and {TokenKind.RECOVERED, TokenKind.BONUS} <= kinds.keys()
+
+    await until_async(speculated, GUESSED_S, "guesses accepted, recovered tokens and bonus tokens")
 
 
 @pytest.fixture(scope="module")
 def breakable(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     fleet = Cluster(tmp_path_factory.mktemp("breakable"))
     fleet.add_coordinator()
-    fleet.add_verifier(models.target)
+    fleet.add_verifier(models.target, *SLOW)
     fleet.add_drafter("model", models.draft)
     fleet.start()
     yield fleet
@@ -136,20 +144,23 @@ def breakable(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.mark.parametrize("victim", ["verifier", "drafter"])
 async def test_a_crash_in_the_middle_never_shows(cluster: Cluster, breakable: Cluster, victim: str) -> None:
-    """Long outputs; killed and restarted on the same port while every stream is under way."""
+    """Long outputs; killed and restarted on the same port while every stream is under way and some are drafted for."""
     tokens = 400
     wanted = await generate_all(cluster.address, requests(tokens, gamma=0))
     process = {"verifier": breakable.verifiers, "drafter": breakable.drafters}[victim][0]
     progress: dict[int, int] = {}
+    drafted: set[int] = set()
     striking = asyncio.Event()
 
     def watch(number: int, output: Output) -> None:
         progress[number] = len(output.token_ids)
-        if len(progress) == len(PARAMS) and sum(progress.values()) > 20 * len(PARAMS):
+        if TokenKind.ACCEPTED in output.kinds:
+            drafted.add(number)
+        if len(progress) == len(PARAMS) and sum(progress.values()) > 20 * len(PARAMS) and len(drafted) > 3:
             striking.set()
 
     async def strike() -> None:
-        await striking.wait()
+        await asyncio.wait_for(striking.wait(), 60)
         process.kill()
         await asyncio.to_thread(breakable.restart, process)
 

@@ -12,7 +12,7 @@ import pytest
 from outrider.protocol.speculation import FinishReason
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
-from tests.cluster import Cluster, Output, ask, generate_all, generate_resuming
+from tests.cluster import SLOW, Cluster, Output, ask, generate_all, generate_resuming
 from tests.conftest import Models
 
 pytestmark = pytest.mark.timeout(240)
@@ -38,7 +38,7 @@ def fleet(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     for _ in range(2):
         fleet.add_coordinator()
     for _ in range(2):
-        fleet.add_verifier(models.target)
+        fleet.add_verifier(models.target, *SLOW)
     fleet.add_drafter("model", models.draft)
     fleet.start()
     yield fleet

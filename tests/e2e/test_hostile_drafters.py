@@ -142,23 +142,22 @@ async def side_by_side(fleet: Cluster, other: dict[str, Any], length: int = LENG
 async def test_a_hostile_drafter_costs_its_own_session_little_and_others_nothing(fleet: Cluster, manner: str) -> None:
     """Alternate plain and hostile rounds until one is within the bounds: what a drafter costs shows in each of them.
 
-    Tests in other processes slow down single rounds only.
+    Tests in other processes slow down single rounds only. Each round has a new drafter: one that has broken the
+    protocol is shunned, for longer each time.
     """
     texts, kept = [], list[tuple[float, ...]]()  # of each round; shares of the speed: a neighbour's, its own session's
-    async with hostile(fleet, manner) as service:
-        while len(kept) < TRIES and not (kept and kept[-1][0] > 0.8 and kept[-1][1] > 0.75):
+    while len(kept) < TRIES and not (kept and kept[-1][0] > 0.8 and kept[-1][1] > 0.75):
+        async with hostile(fleet, manner) as service:
             honest = await side_by_side(fleet, {"gamma": 0})
-            sent = service.sent
             beside = await side_by_side(fleet, {"drafter": "hostile"})
-            assert service.sent > sent or manner == "mute", "it was given a chance"
-            texts += [[each.token_ids for each in outputs] for outputs in (honest, beside)]
-            speeds = zip(beside, honest, strict=True)
-            kept.append(tuple(new.stats.tokens_per_second / old.stats.tokens_per_second for new, old in speeds))
+        assert service.sent or manner == "mute", "it was given a chance"
+        assert manner != "floods" or service.sent < 10_000, "it was hung up on"
+        texts += [[each.token_ids for each in outputs] for outputs in (honest, beside)]
+        speeds = zip(beside, honest, strict=True)
+        kept.append(tuple(new.stats.tokens_per_second / old.stats.tokens_per_second for new, old in speeds))
     assert all(text == texts[0] for text in texts), "it cannot change a text"
     assert kept[-1][0] > 0.8, f"{manner}: a neighbour, and its own session, came down to {kept}"
     assert kept[-1][1] > 0.75, f"{manner}: a neighbour, and its own session, came down to {kept}"
-    if manner == "floods":
-        assert service.sent < 10_000 * len(kept), "it was hung up on"
 
 
 async def test_the_limits_leave_room_for_a_drafter_that_keeps_a_tree_ahead(fleet: Cluster) -> None:

@@ -128,11 +128,11 @@ async def test_others_keep_their_speed_beside_an_overload(models: Models, tmp_pa
     cluster.add_verifier(models.target, "--pace", PACE)
     cluster.start()
     try:
-        alone, beside, greedy = await compare(cluster.address, rounds=2, tokens=50, settle_s=2.0)
+        alone, beside, greedy = await compare(cluster.address, turns=3, rounds=2, tokens=50, settle_s=2.0)
     finally:
         cluster.stop()
     assert beside.tokens_per_s > 0.8 * alone.tokens_per_s
-    assert beside.first_token_s < 1.0, "a seat is free at once, though 208 sessions wait"
+    assert beside.first_token_s < 3.0, "a seat is free at once: the greedy sessions that have one keep it for 20 s"
     assert greedy > 10, "and the others are served, too"
 
 

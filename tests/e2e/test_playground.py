@@ -33,12 +33,14 @@ pytestmark = [
 CHAT = "**/v1/chat/completions"
 KINDS = {"accepted", "recovered", "bonus", "plain"}
 ANSWER_MS = 60_000
+SHOWN_MS = 20_000  # the page asks for the fleet's state every 2 s
 READABLE = 4.5  # contrast of text, WCAG 2 AA
 NARROW = {"width": 390, "height": 844}
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=SHOWN_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser

@@ -12,7 +12,7 @@ from outrider.client.sync import Client
 from outrider.protocol.errors import NotFound
 from outrider.protocol.fleet import Role
 from outrider.protocol.sampling_params import SamplingParams
-from tests.cluster import Cluster
+from tests.cluster import Cluster, until
 from tests.conftest import Models
 from tests.e2e.up import up
 
@@ -23,7 +23,8 @@ pytestmark = [
 
 PROMPT = "Two are better than one, and two are better than none. "
 LENGTH = 80
-LONG = 300  # a cold drafter joins after a hundred tokens
+LONG = 300  # a cold drafter joins after a hundred tokens, on a busy machine after more: see `check`
+JOIN_S = 60.0
 
 
 def plain(folder: Path) -> str:
@@ -67,8 +68,8 @@ def check(client: Client, models: Models) -> None:
     assert texts["a"] != texts["words"]
     for name, own_name in (("a", "a"), ("", "a"), ("words", "words"), ("second", "words")):
         assert answer(client, name, temperature=0.0) == texts[own_name]
-    assert accepted(client, "a", "model") > 0
-    assert accepted(client, "words", "suffix") > 0
+    for name, drafter in (("a", "model"), ("words", "suffix")):
+        until(lambda n=name, d=drafter: accepted(client, n, d), JOIN_S, f"guesses of {drafter} accepted by {name}")
     assert accepted(client, "words", "model") == 0, "it has another vocabulary"
     with pytest.raises(NotFound):
         client.complete("x", model="another")

@@ -8,22 +8,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.speculation import TokenKind
 from tests.cluster import SLOW, Cluster, Output, Process, ask, client, follow, until_async, verifier_load
 from tests.conftest import Models
 
 pytestmark = pytest.mark.timeout(120)
 
 PROMPT = "A trace is a thread through the maze. "
-CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+PARENT = "00f067aa0ba902b7"  # the caller's span
 LENGTH = 60
-TRACE, PARENT = CALLER.split("-")[1:3]
+JOIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,27 +133,41 @@ def watched(models: Models, collector: Collector, tmp_path_factory: pytest.TempP
     cluster.stop()
 
 
-async def answer(cluster: Cluster, request_id: str, **options: Any) -> Output:
+async def answer(cluster: Cluster, request_id: str, trace: str, **options: Any) -> Output:
     request = ask(PROMPT, **({"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True, "gamma": 3} | options))
-    metadata = (("x-request-id", request_id), ("traceparent", CALLER))
+    metadata = (("x-request-id", request_id), ("traceparent", f"00-{trace}-{PARENT}-01"))
     async with client(cluster.address) as stub:
         return await follow(stub.Generate(request, metadata=metadata, timeout=60), Output())
 
 
+async def drafted(cluster: Cluster, name: str) -> tuple[Output, str, str]:
+    """Return an answer with accepted guesses, and the ids of its request and trace; a drafter may miss the first."""
+    numbers = count()
+
+    async def guessed() -> tuple[Output, str, str] | None:
+        request_id, trace = f"{name}-{next(numbers)}", uuid4().hex
+        output = await answer(cluster, request_id, trace)
+        return (output, request_id, trace) if output.stats.accepted_tokens else None
+
+    found: tuple[Output, str, str] = await until_async(guessed, JOIN_S, "guesses accepted")
+    return found
+
+
 def lines(process: Process) -> list[dict[str, Any]]:
-    """All that a process has logged; raises for a line that is no object."""
-    said = [line for line in process.log().splitlines() if not line.startswith("progress: ")]
+    """All that a process has logged, but for a line that it is writing; raises for a line that is no object."""
+    whole = process.log().rpartition("\n")[0]
+    said = [line for line in whole.splitlines() if not line.startswith("progress: ")]
     return [json.loads(line) for line in said]
 
 
 async def test_one_request_is_one_trace_through_all_services(watched: Cluster, collector: Collector) -> None:
-    output = await answer(watched, "traced")
-    spans = await collector.whole("traced")
+    output, request_id, trace = await drafted(watched, "traced")
+    spans = await collector.whole(request_id)
     assert set(spans) == {
         *("coordinator generate", "coordinator verify", "coordinator draft"),
         *("verifier verify", "drafter draft"),
     }
-    assert {seen.span.trace_id.hex() for group in spans.values() for seen in group} == {TRACE}
+    assert {seen.span.trace_id.hex() for group in spans.values() for seen in group} == {trace}
     ((generate,), (to_verifier,), (at_verifier,)) = (
         spans[name] for name in ("coordinator generate", "coordinator verify", "verifier verify")
     )
@@ -169,7 +186,7 @@ async def test_one_request_is_one_trace_through_all_services(watched: Cluster, c
             assert generate.span.start_time_unix_nano <= seen.span.start_time_unix_nano < seen.span.end_time_unix_nano
     for seen in (generate, at_verifier, at_drafter):
         assert seen.attributes["outrider.session_id"] == output.session_id
-        assert seen.attributes["outrider.request_id"] == "traced"
+        assert seen.attributes["outrider.request_id"] == request_id
         assert seen.events == ["first token"]
     told, stats = generate.attributes, output.stats
     assert told["gen_ai.usage.output_tokens"] == LENGTH
@@ -185,8 +202,8 @@ async def test_one_request_is_one_trace_through_all_services(watched: Cluster, c
 
 
 async def test_every_line_is_an_object_and_names_the_request(watched: Cluster) -> None:
-    output = await answer(watched, "logged")
-    ids = {"request_id": "logged", "session_id": output.session_id}
+    output, request_id, _ = await drafted(watched, "logged")
+    ids = {"request_id": request_id, "session_id": output.session_id}
 
     async def ended() -> bool:
         done = ("request ended", "session ended")
@@ -212,7 +229,7 @@ async def test_every_line_is_an_object_and_names_the_request(watched: Cluster) -
 
 async def test_a_refused_request_is_named_in_the_log(watched: Cluster) -> None:
     with pytest.raises(InvalidRequest):
-        await answer(watched, "refused", temperature=-1.0)
+        await answer(watched, "refused", uuid4().hex, temperature=-1.0)
 
     async def told() -> bool:
         return any(
@@ -228,14 +245,17 @@ async def test_a_lost_drafter_and_a_lost_verifier_are_events_of_the_trace(
     watched: Cluster, collector: Collector
 ) -> None:
     """Last in this module: it kills them."""
+    killed_at = 0  # the drafter, once it has guessed
 
     def kill_in_turn(output: Output) -> None:
-        if len(output.token_ids) >= 60 and watched.drafters[0].alive:
+        nonlocal killed_at
+        if not killed_at and TokenKind.ACCEPTED in output.kinds:
+            killed_at = len(output.token_ids)
             watched.drafters[0].kill()
-        if len(output.token_ids) >= 120 and all(process.alive for process in watched.verifiers):
+        if killed_at and len(output.token_ids) >= killed_at + 60 and all(each.alive for each in watched.verifiers):
             next(process for process in watched.verifiers if verifier_load(process.address).sessions).kill()
 
-    request = ask(PROMPT, temperature=0.0, max_tokens=240, ignore_eos=True, gamma=3)
+    request = ask(PROMPT, temperature=0.0, max_tokens=480, ignore_eos=True, gamma=3)
     metadata = (("x-request-id", "bumpy"),)
     async with client(watched.address) as stub:
         output = await follow(stub.Generate(request, metadata=metadata, timeout=90), Output(), kill_in_turn)

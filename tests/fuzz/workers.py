@@ -125,7 +125,7 @@ class Stage:
         for worker in self._workers[1:]:
             self._drafters.put_nowait(worker)
         self._turn = asyncio.Lock()
-        self._true: dict[bytes, list[int]] = {}
+        self._true: dict[bytes, tuple[list[int], bool]] = {}  # by request: tokens, and whether these are all
 
     @property
     def served(self) -> int:
@@ -152,17 +152,22 @@ class Stage:
             self._drafters.put_nowait(worker)
 
     async def _beside(self, worker: FalseWorker, case: Case, coordinator: grpc.aio.Channel, request: bytes) -> Outcome:
-        async with worker.playing(case, self._known, coordinator) as accepted:
-            if not accepted:
-                return Outcome(problem="an honest registration was not accepted")
-            return await call(coordinator, PUBLIC + "Generate", (request,), CANCEL)
+        try:
+            async with worker.playing(case, self._known, coordinator) as accepted:
+                if not accepted:
+                    return Outcome(problem="an honest registration was not accepted")
+                return await call(coordinator, PUBLIC + "Generate", (request,), CANCEL)
+        except TimeoutError:
+            return Outcome(problem=f"no answer to a registration in {ANSWER_S:g} s", late=True)
 
     async def _compare(self, alone: bytes, outcome: Outcome, coordinator: grpc.aio.Channel) -> None:
         """Check that a drafter has not changed a text."""
         if alone not in self._true:
-            self._true[alone] = _tokens(await call(coordinator, PUBLIC + "Generate", (alone,), CANCEL))
-        if (got := _tokens(outcome)) != self._true[alone]:
-            outcome.problem = f"a drafter changed the text: {got}, not {self._true[alone]}"
+            read = await call(coordinator, PUBLIC + "Generate", (alone,), CANCEL)
+            self._true[alone] = _tokens(read), read.result == "OK"
+        (true, whole), got = self._true[alone], _tokens(outcome)
+        if got != true and (whole or got[: len(true)] != true):
+            outcome.problem = f"a drafter changed the text: {got}, not {true}"
 
 
 def _tokens(outcome: Outcome) -> list[int]:

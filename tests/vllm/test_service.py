@@ -48,7 +48,7 @@ def fleet(
     fleet = Cluster(tmp_path_factory.mktemp("fleet"))
     fleet.add_coordinator()
     fleet.add_verifier(model, "--tensor-parallel", str(request.param), *VLLM, VLLM_ARGS)
-    fleet.add_verifier(model, "--engine", "native")
+    fleet.add_verifier(model, "--engine", "native", "--pace", "1:20,64:20")  # as slow as vLLM: no stream ends early
     fleet.add_drafter("model", draft)
     fleet.start(START_S)
     yield fleet
