@@ -60,21 +60,23 @@ _LOG_TAIL = 4_000
 
 def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
     """Poll the condition and return its first true value."""
-    deadline = time.monotonic() + seconds
+    deadline, late = time.monotonic() + seconds, False
     while not (value := condition()):
-        if time.monotonic() > deadline:
+        if late:
             raise AssertionError(f"not within {seconds:g} s: {what}")
         time.sleep(POLL_S)
+        late = time.monotonic() > deadline  # asked once more: this process may have had no core meanwhile
     return value
 
 
 async def until_async(condition: Callable[[], Awaitable[Any]], seconds: float, what: str) -> Any:
     """Poll an asynchronous condition and return its first true value."""
-    deadline = time.monotonic() + seconds
+    deadline, late = time.monotonic() + seconds, False
     while not (value := await condition()):
-        if time.monotonic() > deadline:
+        if late:
             raise AssertionError(f"not within {seconds:g} s: {what}")
         await asyncio.sleep(POLL_S)
+        late = time.monotonic() > deadline
     return value
 
 

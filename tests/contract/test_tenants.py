@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +17,13 @@ from structlog.testing import capture_logs
 
 from coordinator.api.service import CoordinatorService
 from outrider.base.aio import until as soon
-from outrider.engine.interface import SessionTokens, StepResult
 from outrider.engine.loading.loader import LoadedModel
 from outrider.security.channels import Channels
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Output, Redis, ask, failure, follow, generate, in_process
-from tests.contract.conftest import after_joining, drafter_serving, verifier_serving
+from tests.contract.conftest import after_joining, drafter_serving, slowed, verifier_serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -69,19 +67,12 @@ async def hotel(
 
 @pytest.mark.parametrize("method", ["Resume", "Cancel"])
 @pytest.mark.parametrize("state", ["going on", "finished", "in Redis"])
-async def test_another_s_session_is_not_there(
-    hotel: Hotel, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, method: str, state: str
-) -> None:
-    extend = loaded.engine.extend
-
-    def slow(batch: Sequence[SessionTokens]) -> StepResult:
-        time.sleep(0.005)
-        return extend(batch)
-
-    if state == "going on":  # until it is cancelled, also on a busy machine
-        monkeypatch.setattr(loaded.engine, "extend", slow)
+async def test_another_s_session_is_not_there(hotel: Hotel, loaded: LoadedModel, method: str, state: str) -> None:
     kind = {"Resume": pb.ResumeRequest, "Cancel": pb.CancelRequest}[method]
-    async with hotel.guest(ALICE) as alice, hotel.guest(BOB) as bob:
+    async with AsyncExitStack() as stack:
+        if state == "going on":  # until it is cancelled, also on a busy machine
+            stack.enter_context(slowed(loaded, 0.005))
+        alice, bob = [await stack.enter_async_context(hotel.guest(who)) for who in (ALICE, BOB)]
         length = 1500 if state == "going on" else 4
         call = alice.Generate(ask(PROMPT, temperature=0.0, max_tokens=length, ignore_eos=True, gamma=0), timeout=30)
         session_id = (await call.read()).started.session_id
