@@ -138,6 +138,12 @@ class PairEstimate:
         """Begin with a credit, less the debt that earlier sessions have left. No session may lose all they gained."""
         self.credit = self.lent = own + min(0.0, gained)
 
+    def gain(self, steps: float) -> None:
+        """Count what a step gained. The kind of text has gained it even where the credit is at its bound."""
+        unbounded = self.credit + steps
+        self.credit = max(-MAX_CREDIT, min(MAX_CREDIT, unbounded))
+        self.lent += self.credit - unbounded
+
     def observe_draft(self, depth: int, draft_us: int, *, tree: bool = False) -> None:
         """Record the drafting time of a guess of this depth."""
         if depth and draft_us:  # a guess that is split over messages reports its time with the first
@@ -211,16 +217,9 @@ class PairEstimate:
 
 def pair_shown(own: PairEstimate, session: PairEstimate, *, alone: bool) -> PairHistory:
     """Return what a drafter and its session have shown; `alone`: no other drafter was in the session."""
-    of_drafter, of_session = own.history(), session.history()
-    if alone:  # the session's acceptance is the drafter's, without tokens from branches
-        of_drafter = replace(of_drafter, acceptance=of_session.acceptance)
-    return replace(
-        of_drafter,
-        tree_gain=of_session.tree_gain,
-        ahead_gain=of_session.ahead_gain,
-        tree_rows=of_session.tree_rows,
-        paces=of_session.paces,
-    )
+    its, shown = own.history(), session.history()
+    held = shown.acceptance if alone else its.acceptance  # the session's is without tokens from branches
+    return replace(shown, acceptance=held, offer_rate=its.offer_rate, draft_ms=its.draft_ms, level_ms=its.level_ms)
 
 
 class Estimator:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from coordinator.control.estimator import CREDIT, MAX_CREDIT, REFILL, BestDrafter, Estimator
+from coordinator.control.estimator import CREDIT, REFILL, BestDrafter, Estimator
 from coordinator.control.goodput import net_throughput, paying_nodes
 from coordinator.control.throughput_model import (
     BRANCHES,
@@ -256,7 +256,7 @@ class Controller:
         pair = self._estimator.pair
         if self.plan.gamma:
             self._since_reference += 1
-            pair.credit = max(-MAX_CREDIT, min(MAX_CREDIT, pair.credit + max(gain, -LONGEST_ROUND)))
+            pair.gain(max(gain, -LONGEST_ROUND))
         else:
             self._since_reference = 0
             pair.credit = max(pair.credit, min(CREDIT, pair.credit + REFILL))

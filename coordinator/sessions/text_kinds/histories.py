@@ -17,6 +17,7 @@ _Wait = Callable[[], None]  # called as long as the session waits
 POLL_S = 0.25  # of a session that waits for its verifier's other sessions to leave
 POLL_ALONE_S = 0.05  # of one that is alone: its text may turn out to be of another kind
 IN_VAIN = 3.0  # plain steps that a kind waits longer after a drafter that gained nothing
+LOAN = 1 / 3  # of what a kind has gained, that one text may lose
 MAX_UNSEEN = 0.4  # acceptance that a warm text is started with while only cold ones were seen
 
 
@@ -59,26 +60,23 @@ class TextHistories:
     def start(self, own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
         """Start a drafter's estimates from its history, and the session's too if no better drafter is attached."""
         history = self._recalled[self._text.kind] or self._recalled[self._text.start] or self._of_all_texts()
-        if history is not None:
-            own.start_from(history)
+        own.start_from(history or PairHistory())
         expected = own.accepted_tokens * own.proposal_rate.value
-        if not alone and expected > session.accepted_tokens * session.proposal_rate.value:
+        if history is not None if alone else expected > session.accepted_tokens * session.proposal_rate.value:
             session.start_from(history or PairHistory())
-        elif alone and history is not None:
-            session.start_from(history)
         session.lend(self._settle(self._text.kind, 0.0))
         self._attached_as, self._gained = self._text.kind, 0.0
 
     def read(self, tokens: Sequence[int], own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
         """Read the answer so far. If its kind has changed, keep what it has shown and expect what the new one has."""
-        left = self._text.kind
-        if not self._text.read(tokens):
-            return
-        if left != self._text.start and session.checked:
+        left, changed = self._text.kind, self._text.read(tokens)
+        if changed and left != self._text.start and session.checked:
             self._pairs.remember(self._target, self._key(left), pair_shown(own, session, alone=alone))
-        self._account(left, session)
-        session.lend(self._settle(self._text.kind, 0.0), max(CREDIT, session.credit))
-        if (known := self._recalled[self._text.kind]) is not None:
+        if changed or session.credit <= 0.0:  # then the text borrows again from what its kind has gained
+            self._account(left, session)
+            balance = self._settle(self._text.kind, 0.0) + self._gained * (self._text.kind == self._attached_as)
+            session.lend(balance, max(CREDIT, session.credit, LOAN * balance))
+        if changed and (known := self._recalled[self._text.kind]) is not None:
             session.expect(known.acceptance)
 
     def remember(self, own: PairEstimate, session: PairEstimate, *, alone: bool, shared: bool) -> None:

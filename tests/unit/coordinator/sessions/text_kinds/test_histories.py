@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.control.estimator import (
     CREDIT,
+    MAX_CREDIT,
     READING,
     REFILL,
     BestDrafter,
@@ -22,7 +23,7 @@ from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRequest
 from coordinator.persistence.store import Store
 from coordinator.sessions.text_kinds import histories
-from coordinator.sessions.text_kinds.histories import IN_VAIN, MAX_UNSEEN, TextHistories
+from coordinator.sessions.text_kinds.histories import IN_VAIN, LOAN, MAX_UNSEEN, TextHistories
 from coordinator.sessions.text_kinds.recognition import TextRecogniser
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.sampling_params import SamplingParams
@@ -238,7 +239,7 @@ async def test_a_pair_that_is_not_known_is_tried_beside_others_where_it_could_pa
 
 
 async def test_each_kind_of_text_has_its_own_credit() -> None:
-    """Chats that lost leave later chats a debt; edits that gained may lose once before later ones do not begin."""
+    """Chats that lost leave later chats a debt; edits that gained may lose before later ones do not begin."""
     pair = Answering()
     await pair.begin(SHORT)
     assert pair.session.credit == CREDIT
@@ -253,14 +254,55 @@ async def test_each_kind_of_text_has_its_own_credit() -> None:
     pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
     await pair.begin(SHORT)
     assert pair.session.credit == pytest.approx(CREDIT - 0.5 - READING - IN_VAIN)
-    for expected in (CREDIT, CREDIT, pytest.approx(CREDIT - 0.4)):
+    for expected in (4.4 * LOAN, 2.0 * LOAN, CREDIT - 0.4):
         await pair.begin(LONG)
         pair.read([*OWN[:20] * 3])
-        assert pair.session.credit == expected, "it copies: no session may lose all that others have gained"
+        assert pair.session.credit == pytest.approx(expected), "it copies: none may lose all that others have gained"
         pair.session.credit -= 2.4
         pair.read([*OWN[:20] * 3, *OWN, *range(1000, 1100)])
         assert pair.text.kind == "cold fresh"
         pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
+
+
+async def copying(pair: Answering) -> None:
+    await pair.begin(LONG)
+    pair.read(list(LONG[:64]))
+    assert pair.text.kind == "cold copy"
+
+
+async def test_what_a_text_gains_beyond_the_greatest_credit_counts_for_its_kind(chats: Answering) -> None:
+    await copying(chats)
+    for gained in (*[2.0] * 10, *[-1.0] * 5):
+        chats.session.gain(gained)
+    assert chats.session.credit == MAX_CREDIT - 5.0, "the text itself may not lose all of it"
+    chats.histories.remember(chats.own, chats.session, alone=True, shared=True)
+    await copying(chats)
+    assert chats.session.credit == pytest.approx(MAX_CREDIT * LOAN)
+
+
+async def test_a_text_without_credit_borrows_from_what_its_kind_has_gained(chats: Answering) -> None:
+    await copying(chats)
+    chats.session.gain(4.0)
+    chats.histories.remember(chats.own, chats.session, alone=True, shared=True)
+    await copying(chats)
+    answer = list(LONG[:64])
+    for balance in (4.0, 2.5, 1.5, 0.7, -0.2):
+        assert chats.session.credit == pytest.approx(max(CREDIT, balance * LOAN) + min(0.0, balance))
+        chats.session.gain({4.0: -1.5, 2.5: -1.0, 1.5: -0.8, 0.7: -0.9}.get(balance, 0.0))
+        answer += LONG[len(answer) : len(answer) + 16]
+        chats.read(answer)
+    assert chats.text.kind == "cold copy"
+
+
+async def test_a_text_borrows_nothing_that_it_has_lost_itself(chats: Answering) -> None:
+    """The kind in which its drafter was attached gets the sum at the end, but it counts before."""
+    await chats.begin(SHORT)
+    chats.read(OWN)
+    chats.histories.start(chats.own, chats.session, alone=True)
+    chats.session.gain(-0.7)
+    chats.read([*OWN, *range(2000, 2032)])
+    assert chats.text.kind == "cold fresh"
+    assert chats.session.credit == pytest.approx(CREDIT - 0.7)
 
 
 async def test_an_attached_drafter_costs_its_kind_more_if_it_gains_nothing() -> None:
