@@ -13,6 +13,17 @@
 #define PAIRS 16 /* of inputs in a block: inputs j and j + 4 of every eight */
 #define SLICE (4 * MAX_ROWS)
 
+/* What is in registers together: sums of so many rows and streams, and so many pairs of each stream. */
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define FEW 5
+#define STREAMS 2
+#define AT_ONCE 1
+#else
+#define FEW MAX_ROWS
+#define STREAMS 1
+#define AT_ONCE 4
+#endif
+
 typedef int16_t words __attribute__((vector_size(4 * LANES)));
 
 /* A block of a row. */
@@ -28,7 +39,9 @@ INLINE ivec add_pair(ivec sum, ivec weights, int32_t pair) {
 #elif defined(__AVX512BW__)
     return sum + (ivec)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(pair));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-    return sum + (ivec)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(pair));
+    sum += (ivec)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(pair));
+    __asm__("" : "+x"(sum)); /* the compiler would add the products of eight inputs last, and keep them in memory till then */
+    return sum;
 #else
     return sum + (weights << 16 >> 16) * (int16_t)pair + (weights >> 16) * (pair >> 16);
 #endif
@@ -72,21 +85,27 @@ INLINE ivec above_four(ivec high, int pair, const int more) {
     return (from < 0 ? high << -from : high >> from) & mask;
 }
 
-/* Four pairs: eight inputs of LANES outputs. */
-INLINE void unpack_eight(const int kind, const char *quants, int first, int k, ivec *pairs) {
+/* Eight inputs of LANES outputs, as they are in the file. */
+typedef struct {
+    ivec eight[2], high;
+} Packed;
+
+INLINE Packed load_eight(const int kind, const char *quants, unsigned long k) {
     const int bits = FORMATS[kind].bits, more = bits - 4;
-    ivec eight[2], high = {0};
-    memcpy(eight, quants + (k / 8 * (bits / 4) * UNIT + first) * 4, sizeof eight[0]);
-    if (bits == 8) memcpy(eight + 1, quants + ((k / 4 + 1) * UNIT + first) * 4, sizeof eight[1]);
-    else if (more) memcpy(&high, quants + UNIT * BLOCK / 2 + (k * more / 32 * UNIT + first) * 4, sizeof high);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++)
-        if (bits == 8) pairs[j] = (ivec)(j % 2 ? (words)eight[j / 2] >> 8 : (words)((words)eight[j / 2] << 8) >> 8);
-        else {
-            pairs[j] = eight[0] >> 4 * j & 0xf000f;
-            if (more) pairs[j] |= above_four(high, k / 2 + j, more);
-            if (FORMATS[kind].zero) pairs[j] = (ivec)((words)pairs[j] - (int16_t)FORMATS[kind].zero);
-        }
+    Packed from = {{{0}}, {0}};
+    memcpy(from.eight, quants + k / 8 * (bits / 4) * UNIT * 4, sizeof from.eight[0]);
+    if (bits == 8) memcpy(from.eight + 1, quants + (k / 4 + 1) * UNIT * 4, sizeof from.eight[1]);
+    else if (more) memcpy(&from.high, quants + UNIT * BLOCK / 2 + k * more / 32 * UNIT * 4, sizeof from.high);
+    return from;
+}
+
+/* Pair j of them. */
+INLINE ivec unpack_pair(const int kind, Packed from, unsigned long k, const int j) {
+    const int bits = FORMATS[kind].bits, more = bits - 4;
+    if (bits == 8) return (ivec)(j % 2 ? (words)from.eight[j / 2] >> 8 : (words)((words)from.eight[j / 2] << 8) >> 8);
+    ivec pair = from.eight[0] >> 4 * j & 0xf000f;
+    if (more) pair |= above_four(from.high, (int)k / 2 + j, more);
+    return FORMATS[kind].zero ? (ivec)((words)pair - (int16_t)FORMATS[kind].zero) : pair;
 }
 
 /* Where the units of LANES outputs are. */
@@ -99,70 +118,94 @@ INLINE Stream stream_of(const int kind, const Linear *linear, long output, int b
     return (Stream){(const char *)linear->weights + output / UNIT * units_size(kind, blocks, 1), (int)(output % UNIT)};
 }
 
-/* Adds the products of one block to the sums of rows. */
-INLINE void add_block(const int kind, const int rows, Stream from, int block, const Rounded *x, vec *sums) {
+/* Adds the products of one block to the sums of rows, [rows][streams]. */
+INLINE void add_block(const int kind, const int rows, const int streams, const Stream *from, int block, const Rounded *x,
+                      vec *sums) {
     const Format format = FORMATS[kind];
-    const char *unit = from.units + unit_at(kind, block, 1, 0), *head = from.units + head_at(kind, block, 1, 0);
-    for (int at = 0; at < unit_size(kind); at += 64) {
-        __builtin_prefetch(unit + at + NEAR, 0, 3);
-        __builtin_prefetch(unit + at + FAR, 0, 2);
+    const char *unit[2], *head[2], *quants[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < streams; i++) {
+        unit[i] = from[i].units + unit_at(kind, block, 1, 0), head[i] = from[i].units + head_at(kind, block, 1, 0);
+        quants[i] = unit[i] + numbers_size(kind) + 4 * from[i].first;
+        if (!i || from[i].units != from[0].units)
+            for (int at = 0; at < unit_size(kind); at += 64) {
+                __builtin_prefetch(unit[i] + at + NEAR, 0, 3);
+                __builtin_prefetch(unit[i] + at + FAR, 0, 2);
+            }
     }
 #pragma GCC unroll 2
     for (int s = 0; s < format.sub_blocks; s++) {
-        const int inputs = BLOCK / format.sub_blocks;
-        ivec exact[MAX_ROWS];
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) exact[r] = (ivec){0};
+        const unsigned long inputs = BLOCK / format.sub_blocks;
+        ivec exact[STREAMS * FEW];
+#pragma GCC unroll 24
+        for (int r = 0; r < rows * streams; r++) exact[r] = (ivec){0};
 #pragma GCC unroll 1
-        for (int k = s * inputs; k < (s + 1) * inputs; k += 8) {
-            ivec pairs[4];
-            unpack_eight(kind, unit + numbers_size(kind), from.first, k, pairs);
+        for (unsigned long k = s * inputs; k < (s + 1) * inputs; k += 8) {
+            Packed packed[2];
+#pragma GCC unroll 2
+            for (int i = 0; i < streams; i++) packed[i] = load_eight(kind, quants[i], k);
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++)
-#pragma GCC unroll 12
-                for (int r = 0; r < rows; r++) exact[r] = add_pair(exact[r], pairs[j], x[r].pairs[k / 2 + j]);
+            for (int first = 0; first < 4; first += AT_ONCE) {
+                ivec pairs[4];
+#pragma GCC unroll 4
+                for (int p = 0; p < AT_ONCE * streams; p++)
+                    pairs[p] = unpack_pair(kind, packed[p % streams], k, first + p / streams);
+#pragma GCC unroll 4
+                for (int j = 0; j < AT_ONCE; j++)
+#pragma GCC unroll 24
+                    for (int r = 0; r < rows * streams; r++)
+                        exact[r] = add_pair(exact[r], pairs[j * streams + r % streams], x[r / streams].pairs[k / 2 + first + j]);
+            }
         }
-        vec scale = load_numbers(kind, unit, head, s, from.first);
+#pragma GCC unroll 2
+        for (int i = 0; i < streams; i++) {
+            vec scale = load_numbers(kind, unit[i], head[i], s, from[i].first);
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++)
-            sums[r] = fused(__builtin_convertvector(exact[r], vec), scale * x[r].scale, sums[r]);
+            for (int r = 0, at = i; r < rows; r++, at += streams)
+                sums[at] = fused(__builtin_convertvector(exact[at], vec), scale * x[r].scale, sums[at]);
+        }
     }
     if (!format.minima) return;
-    vec minimum = load_numbers(kind, unit, head, 1, from.first);
+#pragma GCC unroll 2
+    for (int i = 0; i < streams; i++) {
+        vec minimum = load_numbers(kind, unit[i], head[i], 1, from[i].first);
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) sums[r] = fused(minimum, spread(x[r].sum), sums[r]);
+        for (int r = 0; r < rows; r++) sums[r * streams + i] = fused(minimum, spread(x[r].sum), sums[r * streams + i]);
+    }
 }
 
-/* Two streams of a few rows, one after the other; `together` rows have a block in turn. */
+/* Two streams of a few rows, STREAMS at a time; `together` rows have a block in turn. */
 INLINE void few_rows(const int kind, const int rows, const Stream *from, const Rounded *x, int together, int blocks,
                      float *out) {
-    for (int i = 0; i < 2; i++) {
-        vec sums[MAX_ROWS];
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) sums[r] = (vec){0};
-        for (int b = 0; b < blocks; b++) add_block(kind, rows, from[i], b, x + (long)b * together, sums);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) store(out + (2 * r + i) * LANES, sums[r]);
+    for (int i = 0; i < 2; i += STREAMS) {
+        vec sums[STREAMS * FEW];
+#pragma GCC unroll 24
+        for (int r = 0; r < rows * STREAMS; r++) sums[r] = (vec){0};
+        for (int b = 0; b < blocks; b++) add_block(kind, rows, STREAMS, from + i, b, x + (long)b * together, sums);
+#pragma GCC unroll 24
+        for (int r = 0; r < rows * STREAMS; r++) store(out + (r / STREAMS * 2 + i + r % STREAMS) * LANES, sums[r]);
     }
 }
 
 #define ROWS(rows) \
     case rows: few_rows(kind, rows, from, x, together, blocks, out); break;
-#if MAX_ROWS == 12
-#define MORE_ROWS ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#if FEW == 12
+#define MORE_ROWS ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#elif FEW == 6
+#define MORE_ROWS ROWS(6)
 #else
 #define MORE_ROWS
 #endif
 
 INLINE void few_rows_of(const int kind, int rows, const Stream *from, const Rounded *x, int together, int blocks, float *out) {
-    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) MORE_ROWS }
+    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) MORE_ROWS }
 }
 
 /* A thread's share of some rows: outputs from `first` on, two streams at a time. */
 INLINE void multiply(const int kind, const Linear *linear, const Rounded *x, int together, int rows, long first, long end,
                      float *y, long y_stride, int add) {
-    const int blocks = blocks_of(linear), parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    float out[MAX_ROWS * 2 * LANES] __attribute__((aligned(64)));
+    const int blocks = blocks_of(linear), parts = (rows + FEW - 1) / FEW;
+    float out[FEW * 2 * LANES] __attribute__((aligned(64)));
     for (long output = first; output < end; output += 2 * LANES) {
         Stream from[] = {stream_of(kind, linear, output, blocks), stream_of(kind, linear, output + LANES, blocks)};
         for (int part = 0, start = 0, some; part < parts; part++, start += some) {
