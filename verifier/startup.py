@@ -25,7 +25,6 @@ from outrider.models.hub import locate_safetensors
 from outrider.models.tokenizer import save_tokenizer
 from outrider.observability.tracing import Tracing, make_tracing
 from outrider.protocol.errors import StartupError
-from outrider.runtime.serving import Service
 from outrider.runtime.worker import run_worker
 from outrider.settings.verifier import VerifierSettings
 from verifier.engine_target import EngineTarget
@@ -94,11 +93,7 @@ def runs_on_vllm(settings: VerifierSettings) -> bool:
 def serve(settings: VerifierSettings, rank_group: RankGroup | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="outrider-verifier-") as scratch:
         use_threads(settings.threads)
-
-        def built(progress: Callable[[str], None]) -> Service:
-            return build(settings, Path(scratch), progress, rank_group)
-
-        run_worker("verifier", settings, built)
+        run_worker("verifier", settings, lambda progress: build(settings, Path(scratch), progress, rank_group))
 
 
 def follow(settings: VerifierSettings, rank: int) -> None:

@@ -10,12 +10,14 @@ from outrider.hidden_states.rows import decode
 from outrider.protocol.hidden_states.messages import HiddenStates
 
 PASS_TOKENS = 512  # of a session in one pass
+WHOLE_PROMPT = 1 << 30
 
 
 @dataclass(slots=True)
 class ReceivedStates:
     """Hidden states and cached positions of a session, counted from position `first`."""
 
+    window: int = WHOLE_PROMPT  # positions of the first states that are read, the newest ones
     first: int = 0
     new_states: list[torch.Tensor] = field(default_factory=list)  # the target's, not computed yet
     num_cached: int = 0  # cached positions with the target's states
@@ -44,7 +46,8 @@ class ReceivedStates:
         states = decode(hidden_states)
         empty = not self.num_cached and not self.new_states
         if empty or not self.first <= hidden_states.position <= self.end:
-            self.first, self.new_states, self.num_cached = hidden_states.position, [states], 0
+            unread = max(0, len(states) - self.window)
+            self.first, self.new_states, self.num_cached = hidden_states.position + unread, [states[unread:]], 0
             return empty
         new = states[self.end - hidden_states.position :]
         if len(new):

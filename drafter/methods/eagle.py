@@ -17,7 +17,7 @@ import torch
 
 from drafter.artifacts import read_trained
 from drafter.draft_sampling import next_token, token_choices
-from drafter.hidden_states.received import ReceivedStates
+from drafter.hidden_states.received import WHOLE_PROMPT, ReceivedStates
 from drafter.interface import DraftRequest
 from drafter.lockstep import run_in_lockstep
 from drafter.methods.registry import drafter
@@ -51,6 +51,7 @@ class _LayerOutput:
 class _EagleSession(ReceivedStates):
     """Outputs of the layer for a session."""
 
+    window: int = 64  # a trained eagle guesses no better from more of a prompt
     path: list[int] = field(default_factory=list)  # tokens cached after them, with predicted states
     outputs: list[_LayerOutput] = field(default_factory=list)  # at the last of `num_cached`, then along `path`
     tree_outputs: dict[tuple[int, ...], _LayerOutput] = field(default_factory=dict)  # by path from `tree_root`
@@ -66,7 +67,6 @@ class EagleDrafter:
     """Drafter that batches the layer's steps over all sessions."""
 
     needs_hidden_states = True
-    reads_context = True
 
     def __init__(self, eagle: Eagle | RowEngine, engine: Engine | RowEngine, info: ModelInfo, candidates: int) -> None:
         self.info = info
@@ -74,6 +74,7 @@ class EagleDrafter:
         self._eagle = eagle
         self._engine = engine
         self._candidates = candidates
+        self._opened = _EagleSession if isinstance(eagle, Eagle) else partial(_EagleSession, WHOLE_PROMPT)
         self._sessions: dict[str, _EagleSession] = {}  # least recently drafted first
         self._likeliest = _prepare_chain(eagle, engine)
 
@@ -107,7 +108,7 @@ class EagleDrafter:
         return {}
 
     def _steps(self, request: DraftRequest, alone: bool) -> DraftSteps:
-        state = self._sessions.pop(request.session, None) or _EagleSession()
+        state = self._sessions.pop(request.session, None) or self._opened()
         self._sessions[request.session] = state  # now the most recently drafted
         for hidden_states in request.hidden_states:
             if not state.add(hidden_states):

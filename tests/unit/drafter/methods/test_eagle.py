@@ -167,6 +167,21 @@ def test_without_the_beginning_of_the_prompt(target: LlamaForCausalLM, eagle: Ea
     assert list(draft.tokens) == foretold(eagle, states[4:], PROMPT[4:], 3)
 
 
+def test_of_a_long_prompt_the_newest_positions_are_read(
+    target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter
+) -> None:
+    """The others take time and make no guess better."""
+    window, tokens = 64, [token * step % VOCAB for step in range(1, 13) for token in PROMPT]
+    assert len(tokens) > window + 20
+    states, first = states_of(target, tokens), len(tokens) - 1 - window
+    (draft,) = drafter.draft([ask_for(tokens, 3, sent(states, 0, len(tokens) - 1))])
+    assert list(draft.tokens) == foretold(eagle, states[first:], tokens[first:], 3)
+    tokens, told = [*tokens, 5, 9], len(tokens) - 1
+    states = states_of(target, tokens)
+    (draft,) = drafter.draft([ask_for(tokens, 3, sent(states, told, len(tokens) - 1))])
+    assert list(draft.tokens) == foretold(eagle, states[first:], tokens[first:], 3), "an answer is read whole"
+
+
 def test_a_gap_in_the_states_begins_anew(target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter) -> None:
     states = states_of(target, PROMPT)
     drafter.draft([ask_for(PROMPT[:4], 2, sent(states, 0, 3))])

@@ -1,0 +1,43 @@
+"""OpenMP threads: only the thread that runs the model has any, as more than cores hardly spin."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_WORKER = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+from outrider.base.openmp import release_threads
+from outrider.runtime import worker
+from outrider.settings.verifier import VerifierSettings
+
+model = ThreadPoolExecutor(1)
+
+def threads() -> int:
+    import torch
+    before = len(os.listdir("/proc/self/task"))
+    torch.ones(1 << 21).half()
+    return len(os.listdir("/proc/self/task")) - before
+
+def build(progress):
+    import torch
+    torch.set_num_threads(3)
+    assert threads() == 2
+    release_threads()
+    return "service"
+
+async def serve(service, settings, ready):
+    print(threads(), model.submit(threads).result(), threads())
+
+model.submit(int).result()
+worker.serve = serve
+worker.run_worker("verifier", VerifierSettings(), build)
+"""
+
+
+def test_a_worker_computes_alone_beside_its_models_thread() -> None:
+    """The numbers: how many threads began with an operation in the service's thread, in the model's, and in its own."""
+    ran = subprocess.run([sys.executable, "-c", _WORKER], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["0", "2", "0"]
