@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from coordinator.control.estimator import CREDIT, READING, REFILL, Estimator, PairEstimate, PairHistory, pair_shown
 from coordinator.persistence.pair_history import PairHistoryStore
-from coordinator.sessions.text_kinds.recognition import MAY_COPY, TextRecogniser
+from coordinator.sessions.text_kinds.recognition import TextRecogniser
 
 _Wait = Callable[[], None]  # called as long as the session waits
 POLL_S = 0.25  # of a session that waits for its verifier's other sessions to leave
-POLL_ALONE_S = 0.05  # of one that is alone: its text may turn out to be of another kind
+POLL_ALONE_S = 0.02  # of one that is alone: its text may turn out to be of another kind
 IN_VAIN = 3.0  # plain steps that a kind waits longer after a drafter that gained nothing
 LOAN = 1 / 3  # of what a kind has gained, that one text may lose
 MAX_UNSEEN = 0.4  # acceptance that a warm text is started with while only cold ones were seen
@@ -42,14 +42,15 @@ class TextHistories:
     ) -> None:
         """Wait while guesses in such a text do not pay: beside others, as far as is known; alone, while it has a debt.
 
-        `pay` takes as long as a choice of plan, so it is asked when the kind of the text or the load has changed.
+        A long prompt is dear to read, so what its answer is shows first. `pay` takes as long as a choice of plan, so it
+        is asked when the kind of the text or the load has changed.
         """
-        judged, paid = None, 0
-        while session.shared or self._settle(self._text.kind, REFILL * (len(tokens) - paid)) < 0.0:
+        text, judged, paid = self._text, None, 0
+        while session.shared or text.may_copy or self._settle(text.kind, REFILL * (len(tokens) - paid)) < 0.0:
             paid = len(tokens)
-            if paid >= self._text.due:
-                self._text.read(tokens)
-            before, judged = judged, (self._text.kind, int(session.other_sessions.value).bit_length())
+            if paid >= text.due:
+                text.read(tokens)
+            before, judged = judged, (text.kind, int(session.other_sessions.value).bit_length())
             if session.shared and judged != before:
                 self.start(own, session.pair, alone=True)
                 if pay():
@@ -100,8 +101,7 @@ class TextHistories:
             self._settle(kind, session.credit - session.lent)
 
     def _settle(self, kind: str, gained: float) -> float:
-        balance = self._pairs.settle(self._target, self._key(kind), gained)
-        return 0.0 if kind == MAY_COPY else balance  # nothing is held against the next
+        return self._pairs.settle(self._target, self._key(kind), gained)
 
     def _key(self, kind: str) -> str:
         return f"{self._drafter} {kind}".rstrip()

@@ -12,8 +12,8 @@ from coordinator.persistence.session_record import SessionRequest
 from outrider.base.decayed_mean import DecayedMean
 
 WARM = 0.5  # temperature from which on draws follow guesses clearly less often
-LONG, MAY_COPY = 128, "cold long"  # tokens of a prompt that probably holds a text to work on, and the kind
-READ_EVERY = 16  # tokens between two looks at the answer
+LONG = 128  # tokens of a prompt that probably holds a text to work on
+FIRST_READ, READ_EVERY = 8, 16  # tokens before the first look at the answer, and between two
 COPYING, FRESH = 0.6, 0.4  # shares of repeated tokens at which an answer begins to copy, and stops
 _SMOOTHING = 1 / 24
 _MAX_PROMPT = 2048  # tokens of it that are compared, the newest ones
@@ -26,9 +26,10 @@ class TextRecogniser:
     def __init__(self, request: SessionRequest) -> None:
         self._prompt = request.prompt
         self.cold = request.params.temperature < WARM
-        self.start = self._named("long" if len(request.prompt) >= LONG else "short")
+        self.may_copy = len(request.prompt) >= LONG  # as far as is known before the first look at the answer
+        self.start = self._named("long" if self.may_copy else "short")
         self.kind = self.start
-        self.due = READ_EVERY  # number of tokens at the next look
+        self.due = FIRST_READ  # number of tokens at the next look
         self._read = 0
         self._known: set[tuple[int, ...]] = set()  # all sequences of three tokens so far
         self._latest: tuple[int, ...] = ()
@@ -50,6 +51,7 @@ class TextRecogniser:
                 self._known.add(sequence)
             if index >= len(prompt):
                 self._repeated.add(repeats)
+        self.may_copy = False
         self._read, self.due = len(tokens), len(tokens) + READ_EVERY
         copying, fresh = self.kinds[1:]
         bound = FRESH if self.kind == copying else COPYING

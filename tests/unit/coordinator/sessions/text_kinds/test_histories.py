@@ -24,7 +24,7 @@ from coordinator.persistence.session_record import SessionRequest
 from coordinator.persistence.store import Store
 from coordinator.sessions.text_kinds import histories
 from coordinator.sessions.text_kinds.histories import IN_VAIN, LOAN, MAX_UNSEEN, TextHistories
-from coordinator.sessions.text_kinds.recognition import TextRecogniser
+from coordinator.sessions.text_kinds.recognition import FIRST_READ, TextRecogniser
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.sampling_params import SamplingParams
 
@@ -161,8 +161,8 @@ class Waiting:
         self.told = self.asked = 0
         self.draft_ms = 0.5
 
-    async def begin(self, pair: Answering, prompt: tuple[int, ...] = SHORT) -> None:
-        await pair.begin(prompt)
+    async def begin(self, pair: Answering, prompt: tuple[int, ...] = SHORT, temperature: float = 0.0) -> None:
+        await pair.begin(prompt, temperature)
         promising = pair.histories.until_promising(self.answer, pair.own, self.session, self.promising, self.tell)
         self.task = asyncio.create_task(promising)
         await asyncio.sleep(0)
@@ -323,12 +323,10 @@ async def test_an_attached_drafter_costs_its_kind_more_if_it_gains_nothing() -> 
     assert pair.session.credit == pytest.approx(CREDIT + 3.25 - 3 * READING - IN_VAIN)
 
 
-@pytest.mark.parametrize(("temperature", "held"), [(0.0, False), (0.8, True)])
-async def test_a_long_prompt_is_held_against_later_warm_ones_unless_its_answer_gained(
-    temperature: float, held: bool
-) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_a_long_prompt_is_held_against_later_ones_unless_its_answer_gained(temperature: float) -> None:
     pair, debt = Answering(), READING + IN_VAIN + READING - 4.0
-    for gained, owed in ((4.0, 0.0), (0.0, debt if held else 0.0)):
+    for gained, owed in ((4.0, 0.0), (0.0, debt)):
         await pair.begin(LONG, temperature)
         pair.check(accepted=3)
         pair.read(list(LONG[:64]))
@@ -365,6 +363,19 @@ async def test_alone_a_drafter_waits_until_plain_steps_have_paid_what_earlier_te
         waiting.answer[:] = [*OWN, 90_000, 90_001, 90_002][:tokens]
         await asyncio.sleep(0.02)
         assert waiting.task.done() is done, "50 plain steps after its kind was told"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_alone_a_drafter_waits_until_the_answer_to_a_long_prompt_shows_its_kind(
+    chats: Answering, temperature: float
+) -> None:
+    waiting = Waiting(others=0)
+    await waiting.begin(chats, LONG, temperature)
+    waiting.answer += LONG[: FIRST_READ - 1]
+    await asyncio.sleep(0.02)
+    assert not waiting.task.done()
+    waiting.answer.append(LONG[FIRST_READ - 1])
+    await asyncio.wait_for(waiting.task, 5.0)
 
 
 async def test_alone_a_drafter_begins_when_the_answer_copies(chats: Answering) -> None:

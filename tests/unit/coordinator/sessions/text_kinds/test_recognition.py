@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.persistence.session_record import SessionRequest
 from coordinator.sessions.text_kinds import recognition
-from coordinator.sessions.text_kinds.recognition import READ_EVERY, TextRecogniser
+from coordinator.sessions.text_kinds.recognition import FIRST_READ, READ_EVERY, TextRecogniser
 from outrider.protocol.sampling_params import SamplingParams
 
 
@@ -85,6 +85,13 @@ def test_what_is_kept_of_a_long_text_is_bounded() -> None:
 
 def test_looks_are_some_tokens_apart() -> None:
     made = text(words(10))
-    assert made.due == READ_EVERY
-    made.read(words(READ_EVERY + 3, seed=1))
-    assert made.due == 2 * READ_EVERY + 3
+    assert made.due == FIRST_READ
+    made.read(words(FIRST_READ + 3, seed=1))
+    assert made.due == FIRST_READ + 3 + READ_EVERY
+
+
+def test_a_copy_is_recognised_at_the_first_look() -> None:
+    prompt = words(300)
+    made = text(prompt)
+    assert made.read(prompt[40 : 40 + FIRST_READ])
+    assert made.kind == "cold copy"
