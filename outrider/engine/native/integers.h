@@ -12,6 +12,7 @@
 
 #define PAIRS 16 /* of inputs in a block: inputs j and j + 4 of every eight */
 #define SLICE (4 * MAX_ROWS)
+#define AHEAD 2048 /* prefetch distance of weights, bytes; what comes next, the processor fetches itself */
 
 /* What is in registers together: sums of so many rows and streams, and so many pairs of each stream. */
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -128,10 +129,7 @@ INLINE void add_block(const int kind, const int rows, const int streams, const S
         unit[i] = from[i].units + unit_at(kind, block, 1, 0), head[i] = from[i].units + head_at(kind, block, 1, 0);
         quants[i] = unit[i] + numbers_size(kind) + 4 * from[i].first;
         if (!i || from[i].units != from[0].units)
-            for (int at = 0; at < unit_size(kind); at += 64) {
-                __builtin_prefetch(unit[i] + at + NEAR, 0, 3);
-                __builtin_prefetch(unit[i] + at + FAR, 0, 2);
-            }
+            for (int at = 0; at < unit_size(kind); at += 64) __builtin_prefetch(unit[i] + at + AHEAD, 0, 3);
     }
 #pragma GCC unroll 2
     for (int s = 0; s < format.sub_blocks; s++) {
