@@ -14,6 +14,7 @@ from outrider.protocol.speculation import TokenKind, Verdict
 
 PRIOR_ACCEPTANCE = 0.6
 PRIOR_TRIALS = 4.0
+MIN_KNOWN = 0.05  # acceptance in the pair history with which a position is compared
 PRIOR_GAIN = 0.4  # share of failed guesses whose right token is on another of three branches
 PRIOR_GAIN_TRIALS = 10.0
 PRIOR_TREE_ROWS = 2.0
@@ -31,7 +32,8 @@ RATIO_BOUNDS = (0.3, 1.5)
 CREDIT = 0.6  # at the beginning, at most; with less, no probe begins, nor speculation that was suspended
 REFILL = 0.012  # per plain step, up to CREDIT
 READING = 2.0  # that an attached drafter costs, as it reads the prompt
-MAX_CREDIT = 6.0  # after gains: what may be lost before a change of the text ends speculation; also the greatest debt
+MAX_CREDIT = 6.0  # after gains: what may be lost before a change of the text ends speculation
+MAX_GAINED = 30.0  # by a kind of text, or lost: what many answers may lose before its drafters wait, or refill
 WINDOW = 9  # steps on shared cores whose median counts: other load delays single ones
 JOINED, LEFT = 0.8, 0.3  # other sessions of a step, from which on the verifier is shared, and no longer is
 KNOWN_STEPS = 3  # for their median to count
@@ -136,7 +138,7 @@ class PairEstimate:
 
     def lend(self, gained: float, own: float = CREDIT) -> None:
         """Begin with a credit, less the debt that earlier sessions have left. No session may lose all they gained."""
-        self.credit = self.lent = own + min(0.0, gained)
+        self.credit = self.lent = min(own, MAX_CREDIT) + min(0.0, gained)
 
     def gain(self, steps: float) -> None:
         """Count what a step gained. The kind of text has gained it even where the credit is at its bound."""
@@ -182,18 +184,18 @@ class PairEstimate:
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """Return the acceptance per position, shrunk towards the pair history.
+        """Return the acceptance per position, shrunk towards the pair history as far as the one before has followed it.
 
         A position without history is shrunk towards the position before it.
         """
         result: list[float] = []
-        prior = PRIOR_ACCEPTANCE
+        prior, shift = PRIOR_ACCEPTANCE, 1.0
         for i, accepted in enumerate(self._accepted):
-            if i < len(self._known_acceptance):
-                prior = self._known_acceptance[i]
+            known = self._known_acceptance[i] if i < len(self._known_acceptance) else prior / shift
             prior_trials = PRIOR_TRIALS * (1.0 - FORGETTING * accepted.trials)  # forgotten as earlier trials are
             trials = accepted.trials + prior_trials
-            prior = (accepted.value * accepted.trials + prior * prior_trials) / trials
+            prior = (accepted.value * accepted.trials + min(1.0, known * shift) * prior_trials) / trials
+            shift = prior / max(known, MIN_KNOWN)
             result.append(prior)
         return tuple(result)
 
@@ -237,7 +239,7 @@ class Estimator:
         """Start from the cost curve and the number of sessions that a verifier reports."""
         self._published, self.pair.renewed = published, True
         self._slowdown = DecayedMean(SMOOTHING)  # measured step time over the published one
-        self._plain_slowdown: deque[float] = deque(maxlen=WINDOW)  # the same of plain steps, on shared cores
+        self._plain_slowdown: deque[float] = deque(maxlen=WINDOW)  # the same of plain steps
         self._steps = 0  # on this verifier
         tokens_per_ms = sessions / max(1e-6, published.at(sessions + 1)) if published.rows else 0.0
         self._other_tokens = DecayedMean(SMOOTHING, float(sessions))
@@ -249,7 +251,7 @@ class Estimator:
         self, verdict: Verdict, plan: SpeculationPlan, wait_timeout_ms: float, drafter: BestDrafter | None
     ) -> bool:
         """Record a verdict under this plan; return whether its wait timed out without a guess."""
-        self._observe_step(verdict, plan, shared=self.on_shared_cores(drafter))
+        self._observe_step(verdict, plan)
         tree, asked, waited = plan.branches > 1, plan.gamma > 0, wait_timeout_ms > 0
         due = asked and (waited or verdict.proposed > 0)
         self.pair.observe_verdict(
@@ -278,7 +280,7 @@ class Estimator:
         """Return whether plain steps of this session were measured on shared cores."""
         return not self._published.rows or len(self._plain_slowdown) >= KNOWN_STEPS
 
-    def _observe_step(self, verdict: Verdict, plan: SpeculationPlan, *, shared: bool) -> None:
+    def _observe_step(self, verdict: Verdict, plan: SpeculationPlan) -> None:
         timings = verdict.timings
         if timings.batch_tokens > MAX_FITTED_TOKENS:
             return
@@ -286,7 +288,7 @@ class Estimator:
         if self._published.rows:
             slowdown = step_ms / self._published.at(timings.batch_tokens)
             self._slowdown.add(slowdown)
-            if shared and not plan.gamma and not verdict.proposed:
+            if not plan.gamma and not verdict.proposed:
                 self._plain_slowdown.append(slowdown)
         else:
             self._cost.add(timings.batch_tokens, step_ms)

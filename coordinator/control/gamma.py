@@ -47,8 +47,8 @@ SETTLING = 3  # verdicts after a new plan that still show the previous one
 COMPARE_STEPS = 16  # verdicts after which measured and expected throughput are compared
 COMPARE_STEPS_SLOW = 6  # the same for a plan that is clearly slower than plain decoding
 CLEARLY_SLOWER = 0.85
-LONGEST_ROUND = 4.0  # plain steps by which a round lowers the credit at most: other load has delayed a longer one
-READ_STEPS = 4  # after a plan that did not wait yet
+LONGEST_ROUND = 2.0  # plain steps by which a round lowers the credit at most: other load has delayed a longer one
+READ_STEPS, READ_WAIT = 4, 1.0  # steps that wait so many plain ones longer, unpaid: the drafter reads the prompt
 REFERENCE_EVERY = 16  # steps with guesses between two plain ones, which are measured
 
 
@@ -108,11 +108,9 @@ class Controller:
         self._plain_steps = 0
         self._probe_after = PROBE_AFTER
         self._probe_steps_left = 0
-        self._since_choice = 0
+        self._since_choice = self._since_plan = self._since_retry = 0
         self._choice_due = True  # before the next regular choice
         self._idle = False  # plain steps on shared cores: they change little, and a choice takes the verifier's time
-        self._since_plan = 0
-        self._since_retry = 0
         self._retry_after = RETRY_AFTER
         self._measured = PlanTally()  # of the present plan, since it settled
         self._suspended = False  # until the credit is refilled
@@ -153,8 +151,7 @@ class Controller:
 
     def observe(self, verdict: Verdict, drafter: BestDrafter | None) -> None:
         """Record a verdict under the present plan."""
-        timed_out = self._estimator.observe(verdict, self.plan, self.wait_timeout_ms, drafter)
-        self._choice_due = self._choice_due or timed_out
+        self._choice_due |= self._estimator.observe(verdict, self.plan, self.wait_timeout_ms, drafter)
         if self._probe_steps_left and verdict.accepted:
             self._probe_steps_left += PROBE_STEPS
         self._since_choice += 1
@@ -164,7 +161,10 @@ class Controller:
         ms = (timings.wait_us + timings.step_us) / 1000
         self.tallies.setdefault(self.plan, PlanTally()).add(len(verdict.tokens), ms, self._expected)
         if self._estimator.on_shared_cores(drafter):
-            self._update_credit(len(verdict.tokens) - ms * self._expected_plain / 1000.0)
+            reads = self._since_plan <= READ_STEPS and not self._estimator.pair.checked
+            own, spent_ms = (READ_WAIT, timings.wait_us / 1000) if reads else (len(verdict.tokens), ms)
+            gain = own - spent_ms * self._expected_plain / 1000.0
+            self._update_credit(min(0.0, gain) if reads else gain)
         if self.plan.gamma and not self._probe_steps_left and self._since_plan > SETTLING:
             self._compare(len(verdict.tokens), ms)
 
@@ -187,9 +187,9 @@ class Controller:
             return None
         if self._fixed.patience_us is not None and choice.plan.gamma:
             choice = replace(choice, wait_timeout_ms=self._fixed.patience_us / 1000)
-        if self._estimator.on_shared_cores(drafter) and not self._estimator.pair.checked:
-            # The drafter reads the prompt first, beside plain steps.
-            choice = replace(choice, wait_timeout_ms=0.0 if self._since_plan < READ_STEPS else choice.wait_timeout_ms)
+        reads = self._estimator.on_shared_cores(drafter) and not self._estimator.pair.checked and choice.plan.gamma > 0
+        if reads and self._expected_plain and (choice.plan != self.plan or self._since_plan < READ_STEPS):
+            choice = replace(choice, wait_timeout_ms=choice.wait_timeout_ms + READ_WAIT * 1000.0 / self._expected_plain)
         self._expected = choice.tokens_per_s
         near = 0.75 * self.wait_timeout_ms <= choice.wait_timeout_ms <= 1.25 * self.wait_timeout_ms
         paying = paying_nodes(choice.plan, self.plan.gamma + self.paying_nodes) if self._estimator.shared else 0
@@ -197,8 +197,7 @@ class Controller:
         if choice.plan == self.plan and near and changed is None:
             return None
         if choice.plan != self.plan:
-            self._since_plan = 0
-            self._measured = PlanTally()
+            self._since_plan, self._measured = 0, PlanTally()
         self.plan, self.wait_timeout_ms, self.paying_nodes = choice.plan, choice.wait_timeout_ms, paying
         return replace(self.plan.for_verifier(self.wait_timeout_ms), paying_nodes=changed)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import structlog
 
-from coordinator.control.estimator import MAX_CREDIT, PairHistory
+from coordinator.control.estimator import MAX_GAINED, PairHistory
 from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.store import Store
 
@@ -54,7 +54,7 @@ class PairHistoryStore:
         if known is None:
             return 0.0
         if gained:
-            known = replace(known, gained=max(-MAX_CREDIT, min(MAX_CREDIT, known.gained + gained)))
+            known = replace(known, gained=max(-MAX_GAINED, min(MAX_GAINED, known.gained + gained)))
             self._unwritten[target, drafter] = self._known[target, drafter] = known
         return known.gained
 

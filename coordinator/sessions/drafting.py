@@ -184,8 +184,9 @@ class Drafting:
             def pay() -> bool:
                 return self.control.would_guess(_best_drafter(verifier, connection, pair, shares_cores=True))
 
-            tokens, wait = self._record.tokens, self._request_hidden_states
-            await histories.until_promising(tokens, pair, self._estimator, pay, wait)
+            await histories.until_promising(
+                self._record.tokens, pair, self._estimator, pay, self._request_hidden_states
+            )
         self._sources += 1
         source = self._sources
         span = self._stats.span.child("draft", connection.attributes)
@@ -237,17 +238,15 @@ class Drafting:
         del self._attached[drafter.source]
         self._selection.remove(drafter.source)
         histories = self._histories.pop(drafter.source)
-        histories.remember(drafter.pair, self._estimator.pair, alone=self._sources == 1, shared=drafter.shares_cores)
+        shared = drafter.shares_cores and not self._estimator.shared  # beside others, guesses are judged anew
+        histories.remember(drafter.pair, self._estimator.pair, alone=self._sources == 1, shared=shared)
 
     def _steer(self) -> None:
         """Choose a plan and send what changed to verifier and drafters."""
-        verifier = self._verifier
-        if verifier is None:
+        if (verifier := self._verifier) is None:
             return
-        best = self._attached.get(self._selection.best or 0)
-        if best is None:
-            self._best = None
-        else:
+        self._best, best = None, self._attached.get(self._selection.best or 0)
+        if best is not None:
             self._stats.drafter_kind = best.connection.info.kind
             self._best = _best_drafter(verifier, best.connection, best.pair, shares_cores=best.shares_cores)
         steering = self.control.decide(self._best)

@@ -51,7 +51,7 @@ class _LayerOutput:
 class _EagleSession(ReceivedStates):
     """Outputs of the layer for a session."""
 
-    window: int = 64  # a trained eagle guesses no better from more of a prompt
+    window: int = 16  # a trained eagle guesses no better from more of a prompt
     path: list[int] = field(default_factory=list)  # tokens cached after them, with predicted states
     outputs: list[_LayerOutput] = field(default_factory=list)  # at the last of `num_cached`, then along `path`
     tree_outputs: dict[tuple[int, ...], _LayerOutput] = field(default_factory=dict)  # by path from `tree_root`

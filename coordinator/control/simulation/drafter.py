@@ -51,6 +51,8 @@ class SimulatedDrafter:
             return
         if self._budget <= 0 or (self._open.guess.shape.depth >= plan.gamma and not (plan.ahead and plan.branches > 1)):
             self._flush()
+            if self._open.guess.shape.depth < plan.gamma:  # there is nothing to wait for
+                self._world.send_up(partial(self._deliver, Guess(self._open.guess.position, 0, 0, ())))
             return
         self._busy = True
         draft_ms = self._world.world.draft_ms

@@ -129,7 +129,7 @@ class SimulatedSession:
         tree = bool(guess.parents) or self.controller.plan.branches > 1
         pair = self.estimator.pair
         pair.observe_draft(guess.shape.depth, guess.draft_us, tree=tree)
-        if guess.parent == 0 and guess.position < len(self.committed):
+        if guess.tokens and guess.parent == 0 and guess.position < len(self.committed):
             pair.observe_late_guess(hit=guess.tokens[0] == RIGHT)
         self.tree.add(guess)
         self._wake()

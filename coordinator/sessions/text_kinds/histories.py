@@ -1,7 +1,4 @@
-"""Pair histories by kind of text: what a session starts from, and what it leaves to later ones.
-
-The history of a pair alone is a mixture: after an edit it promises what no chat can hold. It serves unseen kinds.
-"""
+"""Pair histories by kind of text: what a session starts from, and what it leaves to later ones."""
 
 from __future__ import annotations
 
@@ -13,10 +10,11 @@ from coordinator.control.estimator import CREDIT, READING, REFILL, Estimator, Pa
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.sessions.text_kinds.recognition import TextRecogniser
 
-_Wait = Callable[[], None]  # called as long as the session waits
+_Wait = Callable[[], None]
 POLL_S = 0.25  # of a session that waits for its verifier's other sessions to leave
-POLL_ALONE_S = 0.02  # of one that is alone: its text may turn out to be of another kind
+POLL_ALONE_S = 0.01  # of one that is alone: its text may turn out to be of another kind
 IN_VAIN = 3.0  # plain steps that a kind waits longer after a drafter that gained nothing
+COPIES_GAINED = 18.0  # what copies are taken to have gained before the first one: guesses probably hold
 LOAN = 1 / 3  # of what a kind has gained, that one text may lose
 MAX_UNSEEN = 0.4  # acceptance that a warm text is started with while only cold ones were seen
 
@@ -25,9 +23,7 @@ class TextHistories:
     """Histories of one target and one drafter by kind, as one session needs them."""
 
     def __init__(self, pairs: PairHistoryStore, target: str, drafter: str, text: TextRecogniser) -> None:
-        self._pairs = pairs
-        self._target = target
-        self._drafter = drafter
+        self._pairs, self._target, self._drafter = pairs, target, drafter
         self._text = text
         self._recalled: dict[str, PairHistory | None] = {}
 
@@ -42,10 +38,11 @@ class TextHistories:
     ) -> None:
         """Wait while guesses in such a text do not pay: beside others, as far as is known; alone, while it has a debt.
 
-        A long prompt is dear to read, so what its answer is shows first. `pay` takes as long as a choice of plan, so it
-        is asked when the kind of the text or the load has changed.
+        A long prompt is dear to read, so its answer shows first whether it copies. `pay` takes as long as a choice of
+        plan, so it is asked when the kind of the text or the load has changed. `wait` is called as long as it waits.
         """
-        text, judged, paid = self._text, None, 0
+        text, paid = self._text, 0
+        judged: tuple[str, int] | None = None
         while session.shared or text.may_copy or self._settle(text.kind, REFILL * (len(tokens) - paid)) < 0.0:
             paid = len(tokens)
             if paid >= text.due:
@@ -55,8 +52,9 @@ class TextHistories:
                 self.start(own, session.pair, alone=True)
                 if pay():
                     return
-            wait()
-            await asyncio.sleep(POLL_S if session.shared else POLL_ALONE_S)
+            if session.shared or (judged == before and not text.may_copy):  # else it may need the states of the prompt
+                wait()
+            await asyncio.sleep(POLL_S if session.shared else POLL_ALONE_S * (judged == before))
 
     def start(self, own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
         """Start a drafter's estimates from its history, and the session's too if no better drafter is attached."""
@@ -65,7 +63,8 @@ class TextHistories:
         expected = own.accepted_tokens * own.proposal_rate.value
         if history is not None if alone else expected > session.accepted_tokens * session.proposal_rate.value:
             session.start_from(history or PairHistory())
-        session.lend(self._settle(self._text.kind, 0.0))
+        balance = self._settle(self._text.kind, 0.0)
+        session.lend(balance, max(CREDIT, LOAN * balance))
         self._attached_as, self._gained = self._text.kind, 0.0
 
     def read(self, tokens: Sequence[int], own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
@@ -101,7 +100,8 @@ class TextHistories:
             self._settle(kind, session.credit - session.lent)
 
     def _settle(self, kind: str, gained: float) -> float:
-        return self._pairs.settle(self._target, self._key(kind), gained)
+        balance = self._pairs.settle(self._target, self._key(kind), gained)
+        return balance + COPIES_GAINED * kind.endswith("copy")
 
     def _key(self, kind: str) -> str:
         return f"{self._drafter} {kind}".rstrip()

@@ -174,6 +174,20 @@ def test_a_place_that_was_never_tried_is_judged_by_its_neighbour() -> None:
     assert pair.acceptance[1] > 0.9
 
 
+@pytest.mark.parametrize(("accepted", "better"), [(1, True), (0, False)])
+def test_places_that_were_not_tried_follow_those_before_away_from_the_history(accepted: int, better: bool) -> None:
+    """Else a session with γ 1, after others whose guesses failed, would never find out that longer ones hold."""
+    pair = PairEstimate(4)
+    known = [0.5, 0.4, 0.4]
+    pair.start_from(PairHistory(acceptance=known))
+    assert pair.acceptance == pytest.approx((*known, 0.4))
+    for _ in range(30):
+        pair.observe_verdict(1, accepted, due=True)
+    first, *later = pair.acceptance
+    assert (first > 0.8) is better
+    assert later == pytest.approx([0.4 * first / 0.5] * 3)
+
+
 def test_an_accepted_guess_that_stood_beside_was_a_miss_of_the_first() -> None:
     pair = PairEstimate(2)
     for _ in range(200):
@@ -767,6 +781,32 @@ def test_while_plain_steps_win_on_shared_cores_the_choice_takes_little_of_their_
         beside_a_drafter(made)
     assert set(made.tallies) == {PLAIN}
     assert 1 <= len(chosen) <= 1 + 40 / gamma.DECIDE_EVERY_SETTLED
+
+
+def test_until_a_guess_was_checked_a_step_waits_longer_for_the_drafter_that_reads() -> None:
+    """Its kind of text pays for as much. What waits longer, or after that, counts."""
+    for waited, steps, counts in ((1.0, gamma.READ_STEPS, False), (1.5, 1, True), (1.0, gamma.READ_STEPS + 1, True)):
+        made = controller(FixedChoices(branches=1), acceptance=0.9)
+        drafter = drafter_of(made.estimator, 0.5, shares_cores=True)
+        while not made.plan.gamma:
+            beside_a_drafter(made)
+        begun, plain_ms = made.estimator.pair.credit, verdict().timings.step_us / 1000
+        assert made.wait_timeout_ms > plain_ms
+        for _ in range(steps):
+            made.observe(verdict(wait_ms=waited * plain_ms), drafter)
+        assert (made.estimator.pair.credit < begun) is counts
+
+
+def test_the_first_checked_guess_counts() -> None:
+    made = controller(FixedChoices(branches=1), acceptance=0.9)
+    drafter = drafter_of(made.estimator, 0.5, shares_cores=True)
+    while not made.plan.gamma:
+        beside_a_drafter(made)
+    begun = made.estimator.pair.credit
+    made.observe(verdict(0, 4, wait_ms=made.wait_timeout_ms), drafter)
+    made.decide(drafter)
+    assert made.estimator.pair.credit < begun - 1.0
+    assert made.plan == PLAIN
 
 
 def test_another_kind_of_text_is_followed_at_once() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from coordinator.control.estimator import MAX_CREDIT, PairHistory
+from coordinator.control.estimator import MAX_GAINED, PairHistory
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.store import Store
@@ -85,5 +85,5 @@ async def test_gains_and_losses_add_up_within_bounds() -> None:
     assert pairs.settle("target", "ours", 0.0) == -1.5
     await pairs._write()
     assert store.pairs["target", "ours"].gained == -1.5
-    assert pairs.settle("target", "ours", 99.0) == MAX_CREDIT
-    assert pairs.settle("target", "ours", -99.0) == -MAX_CREDIT
+    assert pairs.settle("target", "ours", 99.0) == MAX_GAINED
+    assert pairs.settle("target", "ours", -99.0) == -MAX_GAINED

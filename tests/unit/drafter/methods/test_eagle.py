@@ -171,7 +171,7 @@ def test_of_a_long_prompt_the_newest_positions_are_read(
     target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter
 ) -> None:
     """The others take time and make no guess better."""
-    window, tokens = 64, [token * step % VOCAB for step in range(1, 13) for token in PROMPT]
+    window, tokens = 16, [token * step % VOCAB for step in range(1, 13) for token in PROMPT]
     assert len(tokens) > window + 20
     states, first = states_of(target, tokens), len(tokens) - 1 - window
     (draft,) = drafter.draft([ask_for(tokens, 3, sent(states, 0, len(tokens) - 1))])
