@@ -119,13 +119,12 @@ INLINE Stream stream_of(const int kind, const Linear *linear, long output, int b
     return (Stream){(const char *)linear->weights + output / UNIT * units_size(kind, blocks, 1), (int)(output % UNIT)};
 }
 
-/* Adds the products of one block to the sums of rows, [rows][streams]. */
-INLINE void add_block(const int kind, const int rows, const int streams, const Stream *from, int block, const Rounded *x,
-                      vec *sums) {
+/* Adds the products of one block to the sums of rows, [rows][STREAMS]. */
+INLINE void add_block(const int kind, const int rows, const Stream *from, int block, const Rounded *x, vec *sums) {
     const Format format = FORMATS[kind];
     const char *unit[2], *head[2], *quants[2];
 #pragma GCC unroll 2
-    for (int i = 0; i < streams; i++) {
+    for (int i = 0; i < STREAMS; i++) {
         unit[i] = from[i].units + unit_at(kind, block, 1, 0), head[i] = from[i].units + head_at(kind, block, 1, 0);
         quants[i] = unit[i] + numbers_size(kind) + 4 * from[i].first;
         if (!i || from[i].units != from[0].units)
@@ -136,39 +135,39 @@ INLINE void add_block(const int kind, const int rows, const int streams, const S
         const unsigned long inputs = BLOCK / format.sub_blocks;
         ivec exact[STREAMS * FEW];
 #pragma GCC unroll 24
-        for (int r = 0; r < rows * streams; r++) exact[r] = (ivec){0};
+        for (int r = 0; r < rows * STREAMS; r++) exact[r] = (ivec){0};
 #pragma GCC unroll 1
         for (unsigned long k = s * inputs; k < (s + 1) * inputs; k += 8) {
             Packed packed[2];
 #pragma GCC unroll 2
-            for (int i = 0; i < streams; i++) packed[i] = load_eight(kind, quants[i], k);
+            for (int i = 0; i < STREAMS; i++) packed[i] = load_eight(kind, quants[i], k);
 #pragma GCC unroll 4
             for (int first = 0; first < 4; first += AT_ONCE) {
                 ivec pairs[4];
 #pragma GCC unroll 4
-                for (int p = 0; p < AT_ONCE * streams; p++)
-                    pairs[p] = unpack_pair(kind, packed[p % streams], k, first + p / streams);
+                for (int p = 0; p < AT_ONCE * STREAMS; p++)
+                    pairs[p] = unpack_pair(kind, packed[p % STREAMS], k, first + p / STREAMS);
 #pragma GCC unroll 4
                 for (int j = 0; j < AT_ONCE; j++)
 #pragma GCC unroll 24
-                    for (int r = 0; r < rows * streams; r++)
-                        exact[r] = add_pair(exact[r], pairs[j * streams + r % streams], x[r / streams].pairs[k / 2 + first + j]);
+                    for (int r = 0; r < rows * STREAMS; r++)
+                        exact[r] = add_pair(exact[r], pairs[j * STREAMS + r % STREAMS], x[r / STREAMS].pairs[k / 2 + first + j]);
             }
         }
 #pragma GCC unroll 2
-        for (int i = 0; i < streams; i++) {
+        for (int i = 0; i < STREAMS; i++) {
             vec scale = load_numbers(kind, unit[i], head[i], s, from[i].first);
 #pragma GCC unroll 12
-            for (int r = 0, at = i; r < rows; r++, at += streams)
+            for (int r = 0, at = i; r < rows; r++, at += STREAMS)
                 sums[at] = fused(__builtin_convertvector(exact[at], vec), scale * x[r].scale, sums[at]);
         }
     }
     if (!format.minima) return;
 #pragma GCC unroll 2
-    for (int i = 0; i < streams; i++) {
+    for (int i = 0; i < STREAMS; i++) {
         vec minimum = load_numbers(kind, unit[i], head[i], 1, from[i].first);
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) sums[r * streams + i] = fused(minimum, spread(x[r].sum), sums[r * streams + i]);
+        for (int r = 0; r < rows; r++) sums[r * STREAMS + i] = fused(minimum, spread(x[r].sum), sums[r * STREAMS + i]);
     }
 }
 
@@ -179,7 +178,7 @@ INLINE void few_rows(const int kind, const int rows, const Stream *from, const R
         vec sums[STREAMS * FEW];
 #pragma GCC unroll 24
         for (int r = 0; r < rows * STREAMS; r++) sums[r] = (vec){0};
-        for (int b = 0; b < blocks; b++) add_block(kind, rows, STREAMS, from + i, b, x + (long)b * together, sums);
+        for (int b = 0; b < blocks; b++) add_block(kind, rows, from + i, b, x + (long)b * together, sums);
 #pragma GCC unroll 24
         for (int r = 0; r < rows * STREAMS; r++) store(out + (r / STREAMS * 2 + i + r % STREAMS) * LANES, sums[r]);
     }
