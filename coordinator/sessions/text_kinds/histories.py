@@ -23,8 +23,7 @@ class TextHistories:
     """Histories of one target and one drafter by kind, as one session needs them."""
 
     def __init__(self, pairs: PairHistoryStore, target: str, drafter: str, text: TextRecogniser) -> None:
-        self._pairs, self._target, self._drafter = pairs, target, drafter
-        self._text = text
+        self._pairs, self._target, self._drafter, self._text = pairs, target, drafter, text
         self._recalled: dict[str, PairHistory | None] = {}
 
     async def recall(self) -> None:
@@ -74,7 +73,8 @@ class TextHistories:
             self._pairs.remember(self._target, self._key(left), pair_shown(own, session, alone=alone))
         if changed or session.credit <= 0.0:  # then the text borrows again from what its kind has gained
             self._account(left, session)
-            balance = self._settle(self._text.kind, 0.0) + self._gained * (self._text.kind == self._attached_as)
+            uncounted = self._text.kind == self._attached_as or self._recalled[self._text.kind] is None
+            balance = self._settle(self._text.kind, 0.0) + self._gained * uncounted
             session.lend(balance, max(CREDIT, session.credit, LOAN * balance))
         if changed and (known := self._recalled[self._text.kind]) is not None:
             session.expect(known.acceptance)

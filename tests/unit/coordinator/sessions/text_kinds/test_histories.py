@@ -329,6 +329,20 @@ async def test_a_text_borrows_nothing_that_it_has_lost_itself(chats: Answering) 
     assert chats.session.credit == pytest.approx(CREDIT - 0.7)
 
 
+async def test_the_first_text_of_a_kind_borrows_nothing_either_that_it_has_lost() -> None:
+    """Losses of a kind without a record are kept nowhere else. Such a text tried again every 16 tokens."""
+    pair = Answering()
+    await pair.begin(SHORT)
+    answer = list(OWN)
+    for lost in (0.7, 0.8):
+        pair.session.gain(-lost)
+        answer += range(2000 + len(answer), 2032 + len(answer))
+        pair.read(answer)
+        assert pair.text.kind == "cold fresh"
+        assert pair.session.credit < 0.0
+    assert pair.session.credit == pytest.approx(CREDIT - 1.5)
+
+
 async def test_an_attached_drafter_costs_its_kind_more_if_it_gains_nothing() -> None:
     pair = Answering()
     await pair.begin(SHORT)
