@@ -191,7 +191,7 @@ class PairEstimate:
         result: list[float] = []
         prior, shift = PRIOR_ACCEPTANCE, 1.0
         for i, accepted in enumerate(self._accepted):
-            known = self._known_acceptance[i] if i < len(self._known_acceptance) else prior / shift
+            known, shift = (self._known_acceptance[i], shift) if i < len(self._known_acceptance) else (prior, 1.0)
             prior_trials = PRIOR_TRIALS * (1.0 - FORGETTING * accepted.trials)  # forgotten as earlier trials are
             trials = accepted.trials + prior_trials
             prior = (accepted.value * accepted.trials + min(1.0, known * shift) * prior_trials) / trials

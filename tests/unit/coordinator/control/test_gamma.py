@@ -188,6 +188,16 @@ def test_places_that_were_not_tried_follow_those_before_away_from_the_history(ac
     assert later == pytest.approx([0.4 * first / 0.5] * 3)
 
 
+def test_a_history_without_any_accepted_guess_is_followed_too() -> None:
+    """It may be of a coordinator with fewer positions."""
+    pair = PairEstimate(4)
+    pair.start_from(PairHistory(acceptance=[0.0]))
+    assert pair.acceptance == (0.0, 0.0, 0.0, 0.0)
+    for _ in range(30):
+        pair.observe_verdict(4, 4, due=True)
+    assert min(pair.acceptance) > 0.7
+
+
 def test_an_accepted_guess_that_stood_beside_was_a_miss_of_the_first() -> None:
     pair = PairEstimate(2)
     for _ in range(200):
