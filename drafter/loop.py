@@ -16,9 +16,10 @@ from drafter.session import DraftOpening, DraftSession
 from drafter.shares.shares import FEW, DraftingShares
 from outrider.base.decayed_mean import DecayedMean
 from outrider.observability.metrics import DrafterMetrics
-from outrider.protocol.errors import Overloaded, Unavailable
+from outrider.protocol.errors import InvalidRequest, Overloaded, Unavailable
 from outrider.protocol.fleet import WorkerLoad
-from outrider.protocol.speculation import Guess
+from outrider.protocol.speculation import Guess, Verdict
+from outrider.speculation.direct import VerifierBeside
 
 log = structlog.get_logger(__name__)
 
@@ -29,11 +30,15 @@ _RETRY_AFTER_MS = 1_000
 class DraftingLoop:
     """Batched drafting for all sessions, step by step: commits take effect between two steps."""
 
-    def __init__(self, drafter: Drafter, max_sessions: int, metrics: DrafterMetrics) -> None:
+    def __init__(
+        self, drafter: Drafter, max_sessions: int, metrics: DrafterMetrics, beside: VerifierBeside | None = None
+    ) -> None:
+        """Prepare the loop; `beside` is the verifier in this process, if any."""
         self._drafter = drafter
         self._max_sessions = max_sessions
         self._metrics = metrics
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter")
+        self._beside = beside
+        self._thread = beside.thread if beside else ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter")
         self._sessions: dict[str, DraftSession] = {}
         self._closed: list[DraftSession] = []
         self._calibrations: dict[bool, Calibration] = {}  # key: whether the session is greedy
@@ -58,6 +63,8 @@ class DraftingLoop:
             )
         calibration = self._calibrations.setdefault(opening.params.greedy, Calibration())
         session = DraftSession(opening, calibration, grammar_cursor)
+        if opening.direct_source:
+            self._link(session, opening)
         self._sessions[session.key] = session
         self._wake.set()
         return session
@@ -109,7 +116,22 @@ class DraftingLoop:
 
     def stop(self) -> None:
         self.drain()
-        self._thread.shutdown(wait=True)
+        if self._beside is None:
+            self._thread.shutdown(wait=True)
+
+    def _link(self, session: DraftSession, opening: DraftOpening) -> None:
+        """Let the verifier in this process commit to the session and take its guesses."""
+
+        def take(verdict: Verdict) -> bool:
+            if not session.closed:
+                session.commit(verdict.position, verdict.tokens, verdict.hidden_states)
+                self._wake.set()
+            return not session.closed
+
+        found = self._beside and self._beside.link(opening.session_id, opening.epoch, opening.direct_source, take)
+        if not found:
+            raise InvalidRequest.of("open.direct_source", opening.direct_source, "0: its verifier is not here")
+        session.send = found
 
     def _add_guesses(
         self, requests: Mapping[DraftSession, DraftRequest], guesses: Sequence[Guess], spent_s: float

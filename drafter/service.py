@@ -24,6 +24,7 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.runtime.worker_service import WorkerService
 from outrider.settings.drafter import DrafterSettings
+from outrider.speculation.direct import VerifierBeside
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc as rpc
 
@@ -34,11 +35,18 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
     names = ("outrider.v1.Drafter",)
     work = "drafting"
 
-    def __init__(self, drafter: Drafter, settings: DrafterSettings, tracing: Tracing = OFF) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        settings: DrafterSettings,
+        tracing: Tracing = OFF,
+        beside: VerifierBeside | None = None,
+    ) -> None:
+        """Prepare the service; `beside` is the verifier in this process, if any."""
         self._drafter = drafter
         self._settings = settings
         self._metrics = DrafterMetrics(drafter.info.name, settings.kind)
-        self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics)
+        self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics, beside)
         self._grammars = TargetGrammars(settings)
         about = WorkerInfo("", Role.DRAFTER, "", drafter.info, settings.kind, hidden_states=drafter.needs_hidden_states)
         super().__init__(
@@ -104,6 +112,7 @@ def _opening(request: pb.DraftRequest) -> DraftOpening:
         vocabulary_digest=given.vocabulary_digest,
         eos_token_ids=tuple(given.eos_token_ids),
         earlier_states=given.earlier_states,
+        direct_source=given.direct_source,
     )
 
 

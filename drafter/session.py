@@ -16,6 +16,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.hidden_states.earlier_states import MAX_EARLIER_POSITIONS
 from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.speculation import MAX_GAMMA, DraftSteering, Guess, SessionOpening, path_to
+from outrider.speculation.direct import TakeGuess
 from outrider.speculation.open_guesses import OpenGuesses
 
 MAX_TREE = 128  # open guesses of a session
@@ -35,6 +36,7 @@ class DraftOpening(SessionOpening):
     vocabulary_digest: str = ""
     eos_token_ids: tuple[int, ...] = ()
     earlier_states: int = 0  # positions whose states may come later
+    direct_source: int = 0  # unless 0: of guesses that go to the verifier in this process
 
     def check(self) -> None:
         if self.vocab_size < 1:
@@ -54,6 +56,7 @@ class DraftSession:
         self.key = f"{opening.session_id}@{opening.epoch}@{id(self)}"
         self.params = opening.params
         self.closed = False
+        self.send: TakeGuess | None = None  # straight to the verifier in this process, not over the stream
         self._changed = asyncio.Event()  # there may be guesses to send
         self._cache_salt = opening.cache_salt
         self._vocab_size = opening.vocab_size
@@ -112,6 +115,8 @@ class DraftSession:
         if new_depths:
             self._step_us.add(spent_us / (max(new_depths) - min(new_depths) + 1))
         self._changed.set()
+        while self.send is not None and (message := self.next_message()) is not None:
+            self.send(message)
 
     def close(self) -> None:
         self.closed = True
@@ -120,7 +125,7 @@ class DraftSession:
     async def messages(self) -> AsyncIterator[Guess]:
         """Yield guesses until the session is closed. What waits is joined to fewer messages, or pruned by a commit."""
         while not self.closed:
-            if (guess := self.next_message()) is not None:
+            if self.send is None and (guess := self.next_message()) is not None:
                 yield guess
                 await asyncio.sleep(MESSAGE_S)
             else:

@@ -14,15 +14,17 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import structlog
 
 from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
-from outrider.protocol.errors import OutriderError, PeerLost, Unavailable
+from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost, Unavailable
 from outrider.protocol.fleet import WorkerLoad
 from outrider.protocol.hidden_states.messages import FINAL_STATES
-from outrider.protocol.speculation import FinishReason, TokenKind, Verdict, VerifyTimings
+from outrider.protocol.speculation import FinishReason, Guess, TokenKind, Verdict, VerifyTimings
+from outrider.speculation.direct import TakeGuess, TakeVerdict
 from outrider.speculation.grammar import GrammarMatcher
 from outrider.speculation.tree import tallies
 from verifier.admission import Admission
@@ -51,7 +53,7 @@ class VerificationLoop:
         self._kept_states = KeptStates()
         self._admission = Admission(target, limits, metrics)
         self._batching = Batching(limits, self._times, chain=not target.verifies_trees)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="target")
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="target")
         self._wake = asyncio.Event()
         # Schedules again after a guess, a steering message, or a read of a stalled stream.
         self.wake = self._wake.set
@@ -78,6 +80,25 @@ class VerificationLoop:
         """End a session; idempotent."""
         self._admission.close(session, error)
         self._wake.set()
+
+    def link(self, session_id: str, epoch: int, source: int, take: TakeVerdict) -> TakeGuess | None:
+        """Join a drafter in this process to a session, as VerifierBeside says."""
+        found = (each for each in self._admission.sessions() if (each.id, each.epoch) == (session_id, epoch))
+        if (session := next(found, None)) is None:
+            return None
+        session.direct = take
+        take(Verdict(0, tuple(session.committed), 0, TokenKind.NONE))
+
+        def take_guess(guess: Guess) -> None:
+            if not session.closed:
+                session.draft_us += guess.draft_us
+                try:
+                    session.add_guess(replace(guess, source=source))
+                except InvalidRequest as error:
+                    session.reject(error, source)
+                self._wake.set()
+
+        return take_guess
 
     def drain(self) -> None:
         self._draining = True
@@ -116,7 +137,7 @@ class VerificationLoop:
                 continue
             started = time.monotonic()
             try:
-                step = await loop.run_in_executor(self._thread, self._target.step, batch)
+                step = await loop.run_in_executor(self.thread, self._target.step, batch)
             except TargetFailed as error:
                 self._fail(error)
                 raise
@@ -130,7 +151,7 @@ class VerificationLoop:
     def stop(self) -> None:
         for session in self._admission.sessions():
             self.close(session, Unavailable("this verifier is shutting down"))
-        self._thread.shutdown(wait=True)
+        self.thread.shutdown(wait=True)
         self._target.close()
         self._admission.free_closed()
 
@@ -189,8 +210,9 @@ class VerificationLoop:
                 session_tokens=item.num_tokens,
                 cached_tokens=session.num_cached_tokens,
                 step_tokens=num_committed,
+                draft_us=session.draft_us,
             )
-            session.num_cached_tokens = 0  # the first verdict carries it
+            session.num_cached_tokens = session.draft_us = 0  # the first verdict carries them
             verdict = _verdict(item, result, timings)
             session.commit(verdict)
             if verdict.finish_reason is not FinishReason.NONE:

@@ -60,7 +60,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         self._tokenizer_files = tokenizer_files
         info = replace(target.info, name=settings.served_model_name or target.info.name)
         self._metrics = VerifierMetrics(info.name)
-        self._loop = VerificationLoop(
+        self.loop = VerificationLoop(
             target,
             SchedulerLimits(
                 max_sessions=settings.max_sessions,
@@ -77,7 +77,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         self._grammars = GrammarCompiler(self._tokenizer, target.info.eos_token_ids)
         self.projections = target.projections
         about = self.projections.describe(WorkerInfo("", Role.VERIFIER, "", info, "target"))
-        super().__init__(settings, about, vocabulary, self._loop, self._metrics, tracing)
+        super().__init__(settings, about, vocabulary, self.loop, self._metrics, tracing)
         keys = self.credentials.own_keys
         self.multiplexed = MultiplexedHandler(self.Verify, pb.VerifyRequest.FromString, keys, settings)
 
@@ -91,7 +91,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         with self._metrics.count_refusals():
             first = await first_message(requests, self._settings.open_timeout_s, "open")
             opening = _opening(first)
-            session = self._loop.open(opening, await self._guide(opening))
+            session = self.loop.open(opening, await self._guide(opening))
             self._refuse_states(session)
         try:
             with StreamSpan(self._tracing, "verify", request_context, session.id) as span:
@@ -101,7 +101,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
                 async with background(self._receive(session, requests)) as receiving:
                     while not isinstance(reply := await session.outbox.get(), Ended):
                         if session.resume_after_read():
-                            self._loop.wake()
+                            self.loop.wake()
                         if isinstance(reply, Rejection):
                             yield pb.VerifyReply(refused=convert.error_to_proto(reply.error), source=reply.source)
                         elif isinstance(reply, EarlierStates):
@@ -118,7 +118,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
                     # would end its stream and drop the verdicts that it has not read yet.
                     await asyncio.wait(receiving, timeout=PEER_CLOSE_TIMEOUT_S)
         finally:
-            self._loop.close(session)
+            self.loop.close(session)
 
     async def GetTokenizer(
         self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -148,11 +148,11 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
                     log.info("guess rejected", error=error.message)
                     self._metrics.guesses_refused.inc()
                     session.reject(error, request.guess.source)
-                self._loop.wake()
+                self.loop.wake()
         except OutriderError as error:
-            self._loop.close(session, error)
+            self.loop.close(session, error)
         else:
-            self._loop.close(session)
+            self.loop.close(session)
 
     def _refuse_states(self, session: VerifySession) -> None:
         for error in session.hidden_states.refuse(self.projections.check):

@@ -23,6 +23,7 @@ from outrider.protocol.speculation import (
     VerifySteering,
 )
 from outrider.speculation.acceptance import RandomSource, SeededNoise
+from outrider.speculation.direct import TakeVerdict
 from outrider.speculation.goodput import new_pace
 from outrider.speculation.grammar import GrammarMatcher
 from outrider.speculation.sampling import History
@@ -102,6 +103,8 @@ class VerifySession:
         self.history = (
             History(self.committed, self.prompt_length, model.vocab_size, device) if self.params.penalised else None
         )
+        self.direct: TakeVerdict | None = None  # of a drafter in this process
+        self.draft_us = 0  # that it took since the last verdict
         self.guide = guide  # grammar state, if any; the engine's thread uses it during a step
         self.cache_salt = opening.cache_salt
         self.tenant = opening.tenant
@@ -204,6 +207,8 @@ class VerifySession:
         self.waiting_since = time.monotonic()
         self.has_committed = True
         self.pace.add(len(verdict.tokens))
+        if self.direct is not None and self.direct(verdict):
+            verdict = replace(verdict, hidden_states=None)
         self.outbox.put_nowait(replace(verdict, remaining_depth=self.tree.depth))
 
     def check_backlog(self) -> bool:

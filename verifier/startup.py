@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from outrider.models.hub import locate_safetensors
 from outrider.models.tokenizer import save_tokenizer
 from outrider.observability.tracing import Tracing, make_tracing
 from outrider.protocol.errors import StartupError
+from outrider.runtime.together import Together
 from outrider.runtime.worker import run_worker
 from outrider.settings.verifier import VerifierSettings
 from verifier.engine_target import EngineTarget
@@ -93,7 +95,19 @@ def runs_on_vllm(settings: VerifierSettings) -> bool:
 def serve(settings: VerifierSettings, rank_group: RankGroup | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="outrider-verifier-") as scratch:
         use_threads(settings.threads)
-        run_worker("verifier", settings, lambda progress: build(settings, Path(scratch), progress, rank_group))
+        run_worker("verifier", settings, lambda progress: _build_all(settings, Path(scratch), progress, rank_group))
+
+
+def _build_all(
+    settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], rank_group: RankGroup | None
+) -> VerifierService | Together:
+    """Build the verifier, and its own drafter if the settings name one."""
+    service = build(settings, scratch, progress, rank_group)
+    if not settings.own_drafter:
+        return service
+    (found,) = entry_points(group="outrider.own_drafter")
+    drafter = found.load()(settings, settings.own_drafter, settings.target, service.loop, progress)
+    return Together(service, drafter, service.auth_interceptor.joined(drafter.auth_interceptor))
 
 
 def follow(settings: VerifierSettings, rank: int) -> None:

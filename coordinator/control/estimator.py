@@ -240,6 +240,7 @@ class Estimator:
         self._published, self.pair.renewed = published, True
         self._slowdown = DecayedMean(SMOOTHING)  # measured step time over the published one
         self._plain_slowdown: deque[float] = deque(maxlen=WINDOW)  # the same of plain steps
+        self._plain_wait_ms: deque[float] = deque(maxlen=WINDOW)  # before them
         self._steps = 0  # on this verifier
         tokens_per_ms = sessions / max(1e-6, published.at(sessions + 1)) if published.rows else 0.0
         self._other_tokens = DecayedMean(SMOOTHING, float(sessions))
@@ -290,6 +291,7 @@ class Estimator:
             self._slowdown.add(slowdown)
             if not plan.gamma and not verdict.proposed:
                 self._plain_slowdown.append(slowdown)
+                self._plain_wait_ms.append(timings.wait_us / 1000)
         else:
             self._cost.add(timings.batch_tokens, step_ms)
         self._steps += 1
@@ -302,8 +304,8 @@ class Estimator:
 
     def conditions(self, drafter: BestDrafter) -> Conditions:
         """Return the present conditions; the round trips to drafter and verifier count until waits were measured."""
+        shared = self.on_shared_cores(drafter) and self._plain_slowdown
         if self._published.rows:
-            shared = self.on_shared_cores(drafter) and self._plain_slowdown
             slowdown = statistics.median(self._plain_slowdown) if shared else self._slowdown.value or 1.0
             cost = self._published.scaled(slowdown)
         else:
@@ -315,6 +317,7 @@ class Estimator:
             draft_ms=drafter.draft_ms,
             network_ms=self._network_ms.value if self._network_ms.known else drafter.round_trips_ms,
             cost=cost,
+            between_ms=statistics.median(self._plain_wait_ms) if shared else 0.0,
             other_tokens=self._other_tokens.value,
             other_sessions=self.other_sessions.value,
             other_tokens_per_ms=self._other_tokens_per_ms.value,

@@ -97,6 +97,7 @@ class Conditions:
     draft_ms: float  # per token of a chain
     network_ms: float  # from a verdict to the guess that follows it, without drafting: both round trips
     cost: CostCurve  # of a verifier's step
+    between_ms: float = 0.0  # from a plain step to the next
     other_tokens: float = 0.0  # batch tokens of the other sessions in our steps
     other_sessions: float = 0.0  # number of these sessions
     other_tokens_per_ms: float = 0.0  # tokens that they commit, per millisecond of a step
@@ -151,7 +152,7 @@ def draft_wait_ms(conditions: Conditions, guesses: int, branches: int = 1) -> fl
 
 def throughput(conditions: Conditions, plan: SpeculationPlan) -> float:
     """Return the expected tokens per second, corrected by what the plan's mode has delivered so far."""
-    plain = 1000.0 / max(conditions.verify_ms(0), 1e-6)
+    plain = 1000.0 / max(conditions.verify_ms(0) + conditions.between_ms, 1e-6)
     if plan.gamma == 0:
         return plain
     expected = _throughput_ahead(conditions, plan, plain) if plan.ahead else _throughput_in_turns(conditions, plan)

@@ -101,7 +101,10 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         source: int,
         pair: PairEstimate,
         plan: SpeculationPlan,
+        *,
+        direct: bool = False,
     ) -> None:
+        """Prepare the stream; `direct`: the session's verifier in the same process commits and takes the guesses."""
         request, earlier = record.request, EarlierProgress(connection.info.earlier_states)
         opening = draft.OpenDraft(
             session_id=record.session_id,
@@ -115,12 +118,14 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
             vocabulary_digest=target.vocabulary_digest,
             eos_token_ids=target.eos_token_ids,
             earlier_states=earlier.wanted,
+            direct_source=source if direct else 0,
         )
         super().__init__(connection, draft.DraftRequest(open=opening), draft.DraftReply.FromString, span)
         self.source = source
         self.pair = pair
         self.plan = plan
-        self.shares_cores = False  # with the session's verifier; set when it has opened the session
+        self.direct = direct
+        self.shares_cores = direct  # with the session's verifier; set when it has opened the session
         self.joined = False
         self.wants_hidden_states = False
         self.spec = connection.info.state_spec or FINAL_STATES  # of the hidden states that it reads
@@ -161,6 +166,8 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
 
     def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None) -> int:
         """Send committed tokens, later if its plan is plain; return the bytes of their hidden states."""
+        if self.direct:
+            return 0
         self.limits.renew(time.monotonic())
         if self._unsent and len(self._unsent) + len(tokens) > MAX_GAMMA + 1:
             self._send_committed()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import structlog
 
 from coordinator.control.drafter_selection import DrafterSelection
-from coordinator.control.estimator import BestDrafter, Estimator, PairEstimate
+from coordinator.control.estimator import READING, BestDrafter, Estimator, PairEstimate
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.throughput_model import PLAIN
 from coordinator.persistence.pair_history import PairHistoryStore
@@ -26,6 +26,7 @@ from coordinator.sessions.hidden_states.delivery import ProjectionDelivery
 from coordinator.sessions.hidden_states.earlier_states import EarlierReply, ask_earlier, relay_earlier
 from coordinator.sessions.hidden_states.session_states import SessionStates
 from coordinator.sessions.stats import RequestStats
+from coordinator.sessions.streams import VerifierStream
 from coordinator.sessions.text_kinds.histories import TextHistories
 from coordinator.sessions.text_kinds.recognition import TextRecogniser
 from coordinator.sessions.verdicts import Refusal
@@ -124,6 +125,10 @@ class Drafting:
         for drafter in self._attached.values():
             if drafter.joined:
                 tally = tallies.get(drafter.source, SourceTally(drafter.source, 0, 0))
+                if drafter.direct:
+                    drafter.pair.observe_draft(
+                        verdict.proposed, verdict.timings.draft_us, tree=drafter.plan.branches > 1
+                    )
                 expected = drafter.plan.gamma > 0 and (awaited or drafter.source in tallies)
                 drafter.pair.observe_verdict(tally.proposed, tally.accepted, due=expected)
                 drafter.limits.reward(tally.accepted)
@@ -158,7 +163,7 @@ class Drafting:
     async def _keep_drafting(self, verifier: GuessReceiver, place: int) -> None:
         """Attach one drafter after another to this place."""
         while True:
-            connection = await self._chooser.wait_for(place)
+            connection = await self._chooser.wait_for(place, verifier.connection.info.address)
             if connection is None:
                 continue
             try:
@@ -179,7 +184,13 @@ class Drafting:
         pair = PairEstimate(self._positions)
         options = self._record.request.speculation
         adaptive = options.gamma is None and not options.ahead
-        if adaptive and share_cores(verifier.connection.info, connection.info) and not self._attached:
+        linked = verifier if isinstance(verifier, VerifierStream) and self._can_link(verifier, connection) else None
+        if (
+            adaptive
+            and linked is None
+            and share_cores(verifier.connection.info, connection.info)
+            and not self._attached
+        ):
 
             def pay() -> bool:
                 return self.control.would_guess(_best_drafter(verifier, connection, pair, shares_cores=True))
@@ -189,14 +200,16 @@ class Drafting:
             )
         self._sources += 1
         source = self._sources
+        if linked is not None:
+            linked.expect_direct(source)
         span = self._stats.span.child("draft", connection.attributes)
         async with DrafterStream(
-            connection, self._record, self._target, span, source, pair, self.control.plan
+            connection, self._record, self._target, span, source, pair, self.control.plan, direct=linked is not None
         ) as drafter:
             self._attached[source], self._histories[source] = drafter, histories
             try:
                 opened = await drafter.opened()
-                drafter.shares_cores = share_cores(verifier.connection.info, connection.info)
+                drafter.shares_cores = drafter.direct or share_cores(verifier.connection.info, connection.info)
                 self._join(drafter, opened.opened.hidden_states)
                 async for guess in drafter.guesses():
                     self._relay(verifier, drafter, guess)
@@ -204,6 +217,11 @@ class Drafting:
                     raise PeerLost(f"{connection.info.address} ended the stream before the session ended")
             finally:
                 self._leave(drafter)
+
+    def _can_link(self, verifier: VerifierStream, drafter: WorkerConnection) -> bool:
+        """Return whether both are one process, and nobody else needs what the verifier hands to this drafter."""
+        info, alone = drafter.info, self._context.drafters == 1
+        return alone and info.address == verifier.connection.info.address and info.state_spec is None
 
     def _join(self, drafter: DrafterStream, wants_hidden_states: bool) -> None:
         drafter.connection.record_success()
@@ -239,7 +257,8 @@ class Drafting:
         self._selection.remove(drafter.source)
         histories = self._histories.pop(drafter.source)
         shared = drafter.shares_cores and not self._estimator.shared  # beside others, guesses are judged anew
-        histories.remember(drafter.pair, self._estimator.pair, alone=self._sources == 1, shared=shared)
+        reading = None if not shared else 0.0 if drafter.direct else READING
+        histories.remember(drafter.pair, self._estimator.pair, alone=self._sources == 1, reading=reading)
 
     def _steer(self) -> None:
         """Choose a plan and send what changed to verifier and drafters."""

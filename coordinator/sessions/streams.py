@@ -155,6 +155,10 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
         sent.guessed_to = max(sent.guessed_to, guess.position + len(guess.tokens))
         self.send(verify.VerifyRequest(guess=guess))
 
+    def expect_direct(self, source: int) -> None:
+        """Expect guesses of a drafter in the verifier's process."""
+        self._sent.direct, self._sent.sources = True, max(self._sent.sources, source)
+
     def steer(self, steering: VerifySteering) -> None:
         self._sent.messages += 1 + self._sent.states.note(steering)
         self._sent.earlier.note(steering)

@@ -45,6 +45,7 @@ class SentMessages:
     messages: int = 0  # guesses and steering
     sources: int = 0  # the highest number of a drafter
     guessed_to: int = 0  # the position after the furthest guess
+    direct: bool = False  # a drafter in the verifier's process guesses, without messages
 
 
 class VerdictReader:
@@ -77,7 +78,7 @@ class VerdictReader:
     def refusal(self, reply: verify.VerifyReply) -> Refusal:
         _at_most("refused", reply.ByteSize(), message_limits.MAX_SMALL_BYTES, " bytes")
         self._sent.messages -= 1
-        if self._sent.messages < 0:
+        if self._sent.messages < 0 and not self._sent.direct:
             raise _violation("refused", "unasked", "one for each guess or steer at most")
         error = convert.error_from_proto(reply.refused)
         error.message = shorten(error.message)
@@ -127,6 +128,7 @@ class VerdictReader:
         allowed_us = max(0, int((now - self._accounted_to) * 1e6))
         timings.step_us = min(timings.step_us, allowed_us)
         timings.wait_us = min(timings.wait_us, allowed_us - timings.step_us)
+        timings.draft_us = min(timings.draft_us, timings.wait_us)
         self._accounted_to += (timings.step_us + timings.wait_us) / 1e6
 
     def _check_tokens(self, verdict: Verdict) -> None:
@@ -143,7 +145,7 @@ class VerdictReader:
         _at_most("verdict.accepted", accepted, min(tokens, verdict.proposed))
         if tokens - accepted > 1:
             raise _violation("verdict.accepted", accepted, f"at least {tokens - 1} of {tokens} tokens")
-        ahead = max(0, self._sent.guessed_to - verdict.position)
+        ahead = MAX_GAMMA if self._sent.direct else max(0, self._sent.guessed_to - verdict.position)
         _at_most("verdict.proposed", verdict.proposed, min(MAX_GAMMA, ahead, verdict.nodes))
         _at_most("verdict.nodes", verdict.nodes, MAX_NODES if verdict.proposed else 0)
         _at_most("verdict.remaining_depth", verdict.remaining_depth, min(MAX_GAMMA, max(0, ahead - tokens)))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from coordinator.placement.choice import occupancy, with_prefix
+from coordinator.placement.choice import least_loaded, occupancy, with_prefix
 from coordinator.placement.sent_prefixes import PromptPrefix
 from coordinator.workers.targets.fit import fits
 from coordinator.workers.worker_connection import WorkerConnection
@@ -87,11 +87,15 @@ class DrafterChooser:
         self._models: set[str] = set()  # fingerprints of drafters that are attached or being attached
         self._excluded: set[str] = set()  # drafters that sent this session invalid guesses
 
-    async def wait_for(self, place: int) -> WorkerConnection | None:
-        """Return a drafter for this place, or None after a long wait."""
+    async def wait_for(self, place: int, address: str = "") -> WorkerConnection | None:
+        """Return a drafter for this place, if possible one at the verifier's address; None after a long wait."""
         poll_s = POLL_FURTHER_S if place else POLL_S
+
+        def pick(usable: Sequence[WorkerConnection]) -> WorkerConnection:
+            return least_loaded([each for each in usable if each.info.address == address] or usable)
+
         return await self._worker_pool.wait_for(
-            DRAFTER_WAIT_S, lambda: self._worker_pool.choose(Role.DRAFTER, self._fits), poll_s=poll_s
+            DRAFTER_WAIT_S, lambda: self._worker_pool.choose(Role.DRAFTER, self._fits, pick=pick), poll_s=poll_s
         )
 
     @contextlib.contextmanager

@@ -20,11 +20,12 @@ from drafter.draft_sampling import next_token, token_choices
 from drafter.hidden_states.received import WHOLE_PROMPT, ReceivedStates
 from drafter.interface import DraftRequest
 from drafter.lockstep import run_in_lockstep
+from drafter.methods.likeliest_chains import LikeliestChains
 from drafter.methods.registry import drafter
 from drafter.published.row_engine import RowEngine
 from drafter.tree_builder import TreeBuilder
 from outrider.base.openmp import release_threads
-from outrider.engine import Engine, SessionTokens, StepResult
+from outrider.engine import Engine, SessionTokens
 from outrider.engine.loading.loader import warm_up
 from outrider.engine.loading.options import EngineOptions, pick_dtype
 from outrider.engine.loading.selection import make_engine
@@ -57,6 +58,9 @@ class _EagleSession(ReceivedStates):
     tree_outputs: dict[tuple[int, ...], _LayerOutput] = field(default_factory=dict)  # by path from `tree_root`
     tree_root: tuple[int, int] = (0, 0)  # committed tokens, cached positions with the target's states
 
+    def add_outputs(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        self.outputs += [_LayerOutput(hidden[i : i + 1], logits[i : i + 1]) for i in range(len(hidden))]
+
 
 # Yields the tokens to compute, receives the layer's output, returns the draft.
 DraftSteps = Generator[SessionTokens, _LayerOutput, Guess]
@@ -76,7 +80,9 @@ class EagleDrafter:
         self._candidates = candidates
         self._opened = _EagleSession if isinstance(eagle, Eagle) else partial(_EagleSession, WHOLE_PROMPT)
         self._sessions: dict[str, _EagleSession] = {}  # least recently drafted first
-        self._likeliest = _prepare_chain(eagle, engine)
+        self._chains: LikeliestChains | None = None
+        if isinstance(engine, NativeEngine) and isinstance(eagle, Eagle):
+            self._chains = LikeliestChains(eagle, engine)
 
     @torch.inference_mode()
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
@@ -117,7 +123,8 @@ class EagleDrafter:
         adjusted = params.penalised or params.logit_bias or request.grammar_cursor
         if isinstance(self._engine, NativeEngine):
             self._engine.guesses = bool(alone and request.branches == 1 and params.greedy and not adjusted)
-            draft = self._draft_likeliest if self._engine.guesses else draft
+            if self._engine.guesses and self._chains is not None:
+                return (yield from self._draft_likeliest(request, state, self._chains))
         yield from self._compute_new_states(request, state)
         if not state.outputs:
             return request.chain(done=True)  # no hidden states of the target yet
@@ -152,22 +159,42 @@ class EagleDrafter:
             state.path.append(token)
             state.outputs.append(output)
 
-    def _draft_likeliest(self, request: DraftRequest, state: _EagleSession) -> DraftSteps:
+    def _draft_after_commit(self, request: DraftRequest, state: _EagleSession, chains: LikeliestChains) -> Guess | None:
+        """Draft a greedy chain after the target's new states in one call of the kernels, where nothing else is new."""
+        tokens = request.tokens[state.path_start :]
+        if not state.new_states or len(tokens) != state.end - state.path_start + 1:
+            return None
+        state.path, state.outputs = [], []
+        self._engine.truncate(request.session, state.num_cached)
+        try:
+            drafted, hidden, logits = chains.extend(
+                request.session, state.next_states(), tokens, request.max_new_tokens
+            )
+        except Overloaded:
+            return None
+        state.cached(len(tokens))
+        state.add_outputs(hidden, logits)
+        state.path += drafted[:-1]
+        return request.chain(drafted)
+
+    def _draft_likeliest(self, request: DraftRequest, state: _EagleSession, chains: LikeliestChains) -> DraftSteps:
         """Draft a greedy chain in one call of the kernels."""
+        if (drafted_at_once := self._draft_after_commit(request, state, chains)) is not None:
+            return drafted_at_once
+        yield from self._compute_new_states(request, state)
+        if not state.outputs:
+            return request.chain(done=True)  # no hidden states of the target yet
         yield from self._compute_path(request, state, request.tokens[state.path_start :])
-        columns = [int(state.outputs[-1].logits.argmax())]
+        drafted = [chains.ids[int(state.outputs[-1].logits.argmax())]]
         if request.max_new_tokens > 1:
-            assert self._likeliest is not None
             try:
-                columns, computed = self._likeliest(
-                    request.session, state.outputs[-1].state, columns[0], request.max_new_tokens - 1
+                more, hidden, logits = chains.extend(
+                    request.session, state.outputs[-1].state, drafted, request.max_new_tokens - 1
                 )
             except Overloaded:
                 return (yield from self._draft_chain(request, state))
-            states, logits = computed.hidden_states[0].clone(), computed.logits[0].clone()
-            state.outputs += [_LayerOutput(states[i : i + 1], logits[i : i + 1]) for i in range(len(states))]
-        assert self._eagle.ids is not None
-        drafted = self._eagle.ids[columns].tolist()
+            state.add_outputs(hidden, logits)
+            drafted += more
         state.path += drafted[:-1]
         return request.chain(drafted)
 
@@ -249,15 +276,6 @@ class EagleDrafter:
             hidden_from=first_new,
             input_embeddings=self._eagle.inputs(states, torch.tensor(tokens, device=self._eagle.embeddings.device)),
         )
-
-
-def _prepare_chain(eagle: object, engine: object) -> Callable[..., tuple[list[int], StepResult]] | None:
-    """Return the engine's own way to continue a greedy chain, if it has one."""
-    if not isinstance(engine, NativeEngine) or not isinstance(eagle, Eagle):
-        return None
-    token_part, state_part = torch.split(eagle.mix.weight.detach(), eagle.shape.hidden, dim=1)
-    inputs = torch.nn.functional.linear(eagle.embeddings[eagle.ids].to(token_part), token_part)
-    return partial(engine.chain, engine.prepare_chain(inputs, state_part))
 
 
 @drafter(METHOD)

@@ -50,6 +50,7 @@ class LaunchPlan:
     insecure: bool = False  # though others can reach the host and there are no API keys
     port: int = 50050
     http_port: int = -1  # of the first coordinator; 0: any free one, -1: none
+    together: bool = False  # a target's first drafter runs in its verifier's process
     device: str = "auto"
     drafter_device: str = "auto"
     dtype: str = "auto"
@@ -139,7 +140,8 @@ class Stack:
 
     def wait_registered(self, tick: Callable[[Stack], None]) -> None:
         """Wait until every worker is registered."""
-        self.wait_workers(self.endpoints[0], len(workers(self.plan, self.endpoints)), tick)
+        with_own = [1 + bool(getattr(each.settings, "own_drafter", "")) for each in workers(self.plan, self.endpoints)]
+        self.wait_workers(self.endpoints[0], sum(with_own), tick)
 
     def wait_workers(self, address: str, wanted: int, tick: Callable[[Stack], None]) -> Sequence[WorkerInfo]:
         """Wait until this number of workers is registered with a coordinator, and return them."""
@@ -267,7 +269,7 @@ def workers(plan: LaunchPlan, endpoints: Sequence[str]) -> list[ServiceSpec]:
     verifier = own | _common(plan, "verifier") | {"device": plan.device, "engine": plan.engine}
     verifier |= {"kv_tokens": plan.kv_tokens, "quantization": plan.quantization}
     drafter = own | _common(plan, "drafter") | {"device": plan.drafter_device}
-    verifiers, drafters = worker_settings(plan.targets, plan.verifiers)
+    verifiers, drafters = worker_settings(plan.targets, plan.verifiers, together=plan.together)
     return [
         *make_services("verifier", [verifier | each for each in verifiers], plan.overrides),
         *make_services("drafter", [drafter | each for each in drafters], plan.overrides),
@@ -278,7 +280,7 @@ def _common(plan: LaunchPlan, kind: str) -> dict[str, Any]:
     """Return the settings of all services, and the keys that this kind needs."""
     own: dict[str, Any] = {"log_level": plan.log_level, "log_json": plan.log_json, "otlp_endpoint": plan.otlp_endpoint}
     own |= {name: getattr(plan, name) for name in ("tls_cert", "tls_key", "tls_ca", "tls_name")}
-    if kind != "verifier":
+    if kind != "verifier" or plan.together:
         own["drafter_key"] = plan.drafter_key
     if kind != "drafter" or not plan.drafter_key:
         own["fleet_key"] = plan.fleet_key

@@ -271,6 +271,7 @@ class VerifyTimings:
     session_tokens: int = 1
     cached_tokens: int = 0
     step_tokens: int = 0
+    draft_us: int = 0  # of a drafter in the verifier's process
 
 
 @dataclass(frozen=True, slots=True)

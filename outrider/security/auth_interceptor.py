@@ -38,6 +38,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         # One handler for calls of every kind: a stream's runs before gRPC reads the first message, a unary one's after.
         self._refused: Any = grpc.stream_stream_rpc_method_handler(self._refuse)
 
+    def joined(self, other: AuthInterceptor) -> AuthInterceptor:
+        """Return the check for both ones' services."""
+        return AuthInterceptor(self._keys_by_service | other._keys_by_service)
+
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from outrider.base.config import WorkerSettings
+from outrider.base.config import DrafterKey, WorkerSettings
 from outrider.models.hub import DEFAULT
 
 
-class VerifierSettings(WorkerSettings):
+class VerifierSettings(WorkerSettings, DrafterKey):
     """Serve a target model: verify guesses and commit tokens."""
 
     target: str = Field(DEFAULT, description="Target model: a directory, a .gguf file, a hub id, or 'default'.")
@@ -48,5 +48,10 @@ class VerifierSettings(WorkerSettings):
         ge=1.01,
         le=1000,
         description="Maximum factor by which tenants with many sessions lengthen the steps of those with few.",
+    )
+    own_drafter: str = Field(
+        "",
+        description="Drafter in this process, whose guesses cross no network: KIND, KIND:MODEL, a model, or auto; "
+        "empty: none.",
     )
     guess_rows: int = Field(32, ge=1, le=256, description="Maximum number of guesses per session and step.")

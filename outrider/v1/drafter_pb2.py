@@ -26,7 +26,7 @@ from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import multiplex_pb2 as outrider_dot_v1_dot_multiplex__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/v1/drafter.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1boutrider/v1/multiplex.proto\"\x16\n\x14GetProjectionRequest\"\xd0\x01\n\x0c\x44raftRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.outrider.v1.OpenDraftH\x00\x12+\n\tcommitted\x18\x02 \x01(\x0b\x32\x16.outrider.v1.CommittedH\x00\x12+\n\x05steer\x18\x03 \x01(\x0b\x32\x1a.outrider.v1.DraftSteeringH\x00\x12\x33\n\x0e\x65\x61rlier_states\x18\x04 \x01(\x0b\x32\x19.outrider.v1.HiddenStatesH\x00\x42\t\n\x07message\"\x9f\x02\n\tOpenDraft\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12+\n\x06params\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12)\n\x05steer\x18\x06 \x01(\x0b\x32\x1a.outrider.v1.DraftSteering\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x19\n\x11vocabulary_digest\x18\t \x01(\t\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x16\n\x0e\x65\x61rlier_states\x18\x0b \x01(\r\"\x99\x01\n\rDraftSteering\x12\x12\n\x05gamma\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08\x62ranches\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05nodes\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05\x65\x61ger\x18\x06 \x01(\x08H\x03\x88\x01\x01\x42\x08\n\x06_gammaB\x0b\n\t_branchesB\x08\n\x06_nodesB\x08\n\x06_eagerJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"_\n\tCommitted\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x30\n\rhidden_states\x18\x03 \x01(\x0b\x32\x19.outrider.v1.HiddenStates\"h\n\nDraftReply\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x18.outrider.v1.DraftOpenedH\x00\x12#\n\x05guess\x18\x02 \x01(\x0b\x32\x12.outrider.v1.GuessH\x00\x42\t\n\x07message\"*\n\x0b\x44raftOpened\x12\x15\n\rhidden_states\x18\x02 \x01(\x08J\x04\x08\x01\x10\x02\x32\xa2\x02\n\x07\x44rafter\x12?\n\x05\x44raft\x12\x19.outrider.v1.DraftRequest\x1a\x17.outrider.v1.DraftReply(\x01\x30\x01\x12\x46\n\x08Sessions\x12\x1a.outrider.v1.SessionFrames\x1a\x1a.outrider.v1.SessionFrames(\x01\x30\x01\x12;\n\x05Probe\x12\x19.outrider.v1.ProbeRequest\x1a\x17.outrider.v1.ProbeReply\x12Q\n\rGetProjection\x12!.outrider.v1.GetProjectionRequest\x1a\x1b.outrider.v1.ProjectionPart0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/v1/drafter.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1boutrider/v1/multiplex.proto\"\x16\n\x14GetProjectionRequest\"\xd0\x01\n\x0c\x44raftRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.outrider.v1.OpenDraftH\x00\x12+\n\tcommitted\x18\x02 \x01(\x0b\x32\x16.outrider.v1.CommittedH\x00\x12+\n\x05steer\x18\x03 \x01(\x0b\x32\x1a.outrider.v1.DraftSteeringH\x00\x12\x33\n\x0e\x65\x61rlier_states\x18\x04 \x01(\x0b\x32\x19.outrider.v1.HiddenStatesH\x00\x42\t\n\x07message\"\xb6\x02\n\tOpenDraft\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12+\n\x06params\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12)\n\x05steer\x18\x06 \x01(\x0b\x32\x1a.outrider.v1.DraftSteering\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x19\n\x11vocabulary_digest\x18\t \x01(\t\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x16\n\x0e\x65\x61rlier_states\x18\x0b \x01(\r\x12\x15\n\rdirect_source\x18\x0c \x01(\r\"\x99\x01\n\rDraftSteering\x12\x12\n\x05gamma\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08\x62ranches\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05nodes\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05\x65\x61ger\x18\x06 \x01(\x08H\x03\x88\x01\x01\x42\x08\n\x06_gammaB\x0b\n\t_branchesB\x08\n\x06_nodesB\x08\n\x06_eagerJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"_\n\tCommitted\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x30\n\rhidden_states\x18\x03 \x01(\x0b\x32\x19.outrider.v1.HiddenStates\"h\n\nDraftReply\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x18.outrider.v1.DraftOpenedH\x00\x12#\n\x05guess\x18\x02 \x01(\x0b\x32\x12.outrider.v1.GuessH\x00\x42\t\n\x07message\"*\n\x0b\x44raftOpened\x12\x15\n\rhidden_states\x18\x02 \x01(\x08J\x04\x08\x01\x10\x02\x32\xa2\x02\n\x07\x44rafter\x12?\n\x05\x44raft\x12\x19.outrider.v1.DraftRequest\x1a\x17.outrider.v1.DraftReply(\x01\x30\x01\x12\x46\n\x08Sessions\x12\x1a.outrider.v1.SessionFrames\x1a\x1a.outrider.v1.SessionFrames(\x01\x30\x01\x12;\n\x05Probe\x12\x19.outrider.v1.ProbeRequest\x1a\x17.outrider.v1.ProbeReply\x12Q\n\rGetProjection\x12!.outrider.v1.GetProjectionRequest\x1a\x1b.outrider.v1.ProjectionPart0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,15 +38,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTREQUEST']._serialized_start=122
   _globals['_DRAFTREQUEST']._serialized_end=330
   _globals['_OPENDRAFT']._serialized_start=333
-  _globals['_OPENDRAFT']._serialized_end=620
-  _globals['_DRAFTSTEERING']._serialized_start=623
-  _globals['_DRAFTSTEERING']._serialized_end=776
-  _globals['_COMMITTED']._serialized_start=778
-  _globals['_COMMITTED']._serialized_end=873
-  _globals['_DRAFTREPLY']._serialized_start=875
-  _globals['_DRAFTREPLY']._serialized_end=979
-  _globals['_DRAFTOPENED']._serialized_start=981
-  _globals['_DRAFTOPENED']._serialized_end=1023
-  _globals['_DRAFTER']._serialized_start=1026
-  _globals['_DRAFTER']._serialized_end=1316
+  _globals['_OPENDRAFT']._serialized_end=643
+  _globals['_DRAFTSTEERING']._serialized_start=646
+  _globals['_DRAFTSTEERING']._serialized_end=799
+  _globals['_COMMITTED']._serialized_start=801
+  _globals['_COMMITTED']._serialized_end=896
+  _globals['_DRAFTREPLY']._serialized_start=898
+  _globals['_DRAFTREPLY']._serialized_end=1002
+  _globals['_DRAFTOPENED']._serialized_start=1004
+  _globals['_DRAFTOPENED']._serialized_end=1046
+  _globals['_DRAFTER']._serialized_start=1049
+  _globals['_DRAFTER']._serialized_end=1339
 # @@protoc_insertion_point(module_scope)

@@ -70,6 +70,7 @@ class OpenDraft(google.protobuf.message.Message):
     VOCABULARY_DIGEST_FIELD_NUMBER: builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     EARLIER_STATES_FIELD_NUMBER: builtins.int
+    DIRECT_SOURCE_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     epoch: builtins.int
     prompt_length: builtins.int
@@ -82,6 +83,8 @@ class OpenDraft(google.protobuf.message.Message):
     """the target's; identifies its tokenizer for params.grammar"""
     earlier_states: builtins.int
     """positions whose states may follow as DraftRequest.earlier_states, at most"""
+    direct_source: builtins.int
+    """unless 0: the session's verifier runs in the drafter's process; it hands commits to the"""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """prompt, then committed output"""
@@ -110,9 +113,10 @@ class OpenDraft(google.protobuf.message.Message):
         vocabulary_digest: builtins.str = ...,
         eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         earlier_states: builtins.int = ...,
+        direct_source: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["params", b"params", "steer", b"steer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "earlier_states", b"earlier_states", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tokens", b"tokens", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "direct_source", b"direct_source", "earlier_states", b"earlier_states", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tokens", b"tokens", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]) -> None: ...
 
 global___OpenDraft = OpenDraft
 

@@ -408,6 +408,7 @@ class VerifyTimings(google.protobuf.message.Message):
     SESSION_TOKENS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     STEP_TOKENS_FIELD_NUMBER: builtins.int
+    DRAFT_US_FIELD_NUMBER: builtins.int
     wait_us: builtins.int
     """from the previous verdict to the start of this step, draft wait included"""
     step_us: builtins.int
@@ -422,6 +423,8 @@ class VerifyTimings(google.protobuf.message.Message):
     """first verdict of a stream: tokens found in the prefix index"""
     step_tokens: builtins.int
     """tokens committed in the step, all sessions together"""
+    draft_us: builtins.int
+    """drafting time of the guesses that came from a drafter in the same process, of wait_us"""
     def __init__(
         self,
         *,
@@ -432,8 +435,9 @@ class VerifyTimings(google.protobuf.message.Message):
         session_tokens: builtins.int = ...,
         cached_tokens: builtins.int = ...,
         step_tokens: builtins.int = ...,
+        draft_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_tokens", b"batch_tokens", "cached_tokens", b"cached_tokens", "session_tokens", b"session_tokens", "sessions", b"sessions", "step_tokens", b"step_tokens", "step_us", b"step_us", "wait_us", b"wait_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_tokens", b"batch_tokens", "cached_tokens", b"cached_tokens", "draft_us", b"draft_us", "session_tokens", b"session_tokens", "sessions", b"sessions", "step_tokens", b"step_tokens", "step_us", b"step_us", "wait_us", b"wait_us"]) -> None: ...
 
 global___VerifyTimings = VerifyTimings
 

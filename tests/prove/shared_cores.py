@@ -62,9 +62,9 @@ class Answers:
 
 
 @contextlib.contextmanager
-def default_pair() -> Iterator[Stack]:
-    """Start the default target with its drafter."""
-    with stack(LaunchPlan(drafters=((best_drafter("default"), ""),), port=0)) as running:
+def default_pair(*, together: bool = True) -> Iterator[Stack]:
+    """Start the default target with its drafter, in one process or in two."""
+    with stack(LaunchPlan(drafters=((best_drafter("default"), ""),), port=0, together=together)) as running:
         yield running
 
 
@@ -177,7 +177,7 @@ async def _run(options: argparse.Namespace) -> None:
     texts = [prompt.text for prompt in prompts if prompt.kind in kinds]
     params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=options.tokens, ignore_eos=True)
     rows = {}
-    with default_pair() as running, busy(options.busy):
+    with default_pair(together=not options.apart) as running, busy(options.busy):
         for sessions in map(int, options.sessions.split(",")):
             if not options.cold:
                 await answer(running, texts[-max(1, min(sessions, 8)) :], "adaptive", params)
@@ -198,6 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", default="1,8,32", help="numbers of concurrent chats, separated by commas")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--apart", action="store_true", help="run the drafter in a process of its own")
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=Path, help="file with prompts: one JSON object per line; default: shipped")

@@ -182,7 +182,7 @@ async def run(
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        loop._thread.submit(int).result()  # a step goes on without its loop, and the next test steps the same core
+        loop.thread.submit(int).result()  # a step goes on without its loop, and the next test steps the same core
     return [request.tokens for request in requests]
 
 

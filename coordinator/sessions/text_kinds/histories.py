@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.control.estimator import CREDIT, READING, REFILL, Estimator, PairEstimate, PairHistory, pair_shown
+from coordinator.control.estimator import CREDIT, REFILL, Estimator, PairEstimate, PairHistory, pair_shown
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.sessions.text_kinds.recognition import TextRecogniser
 
@@ -79,13 +79,17 @@ class TextHistories:
         if changed and (known := self._recalled[self._text.kind]) is not None:
             session.expect(known.acceptance)
 
-    def remember(self, own: PairEstimate, session: PairEstimate, *, alone: bool, shared: bool) -> None:
-        """Keep what the session has shown: for texts of its kind, for those that begin like it, and for all."""
+    def remember(self, own: PairEstimate, session: PairEstimate, *, alone: bool, reading: float | None) -> None:
+        """Keep what the session has shown: for texts of its kind, for those that begin like it, and for all.
+
+        `reading`: the plain steps that attaching a drafter on the verifier's cores has cost; None: it was on others.
+        """
         for kind in {"", self._text.start, self._text.kind} if own.checked else ():
             self._pairs.remember(self._target, self._key(kind), pair_shown(own, session, alone=alone))
-        if shared:  # cores, with the verifier
+        if reading is not None:
             self._account(self._text.kind, session)
-            self._settle(self._attached_as, self._gained - READING - (IN_VAIN if self._gained <= 0.0 else 0.0))
+            in_vain = IN_VAIN if reading and self._gained <= 0.0 else 0.0
+            self._settle(self._attached_as, self._gained - reading - in_vain)
 
     def _of_all_texts(self) -> PairHistory | None:
         """Return the history of the pair; it does not tell a warm text what cold ones have accepted."""

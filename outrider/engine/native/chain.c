@@ -13,26 +13,33 @@ static int likeliest(const float *logits, int count) {
     return i < count ? i : 0;
 }
 
-/* The rows of a step one after the other. A row's input is its token's part, plus the product of the state before it;
- * its token is the likeliest after the row before. `step` has one segment, and logits for all rows. */
+/* The first rows of a step together, then the others one after the other. A row's input is its token's part, plus the
+ * product of the state before it; the token of the others is the likeliest after the row before. `step` has one
+ * segment, and logits for the last of the first rows and for all others. */
 int outrider_chain(Model *model, const Step *step, const Chain *chain) {
     Segment segment = step->segments[0];
-    segment.count = 1;
-    const float *state = chain->state;
-    for (int row = 0; row < step->rows; row++, segment.base++) {
+    const float *states = chain->states;
+    int32_t last;
+    for (int row = 0, count = chain->given, output = 0; row < step->rows; row += count, count = 1, output++) {
         Step one = *step;
-        one.rows = one.num_wanted = one.num_logits = 1;
+        one.rows = segment.count = count;
+        one.num_wanted = one.num_logits = 1;
+        one.wanted = &last;
+        last = count - 1;
         one.segments = &segment;
         one.positions += row;
-        one.hidden += (long)row * model->hidden;
-        one.logits += (long)row * model->head.outputs;
+        one.hidden += (long)output * model->hidden;
+        one.logits += (long)output * model->head.outputs;
         outrider_scratch(model, &one);
-        memcpy(one.x, chain->inputs + (long)chain->columns[row] * model->hidden, 4 * (size_t)model->hidden);
+        for (int i = 0; i < count; i++)
+            memcpy(one.x + (long)i * model->hidden, chain->inputs + (long)chain->columns[row + i] * model->hidden,
+                   4 * (size_t)model->hidden);
 #pragma omp parallel num_threads(step->threads)
-        product(&chain->mix, state, 1, one.x, model->hidden, 1, &one);
+        product(&chain->mix, states, count, one.x, model->hidden, 1, &one);
         if (outrider_forward(model, &one)) return -1;
-        state = one.hidden;
-        chain->columns[row + 1] = likeliest(one.logits, model->head.outputs);
+        segment.base += count;
+        states = one.hidden;
+        chain->columns[row + count] = likeliest(one.logits, model->head.outputs);
     }
     return 0;
 }

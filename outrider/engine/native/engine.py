@@ -124,20 +124,23 @@ class NativeEngine(PagedEngine):
 
     @torch.inference_mode()
     def chain(
-        self, chain: Any, session: str, state: torch.Tensor, column: int, count: int
+        self, chain: Any, session: str, states: torch.Tensor, tokens: Sequence[int], count: int
     ) -> tuple[list[int], StepResult]:
-        """Continue a session by the token of a column of the logits and the likeliest ones after it, `count` in all.
+        """Continue a session by tokens, given by their columns of the logits, and by the likeliest ones after them.
 
-        Return the columns of these and of the next token, and the results. `state` is the hidden state before.
+        Return the columns of `count` further tokens, and the results from the last given token on. `states` are the
+        hidden states before the given tokens.
         """
-        columns = (ctypes.c_int32 * (count + 1))(column)
-        state = state.contiguous()
-        chain.state, chain.columns = state.data_ptr(), ctypes.addressof(columns)
-        inputs = torch.empty(count, self._spec.hidden)
-        step = self._schedule([SessionTokens(session, range(count), hidden_from=0, input_embeddings=inputs)])
+        given, states = len(tokens), states.contiguous()
+        rows = given + count - 1
+        columns = (ctypes.c_int32 * (rows + 1))(*tokens)
+        chain.given, chain.states, chain.columns = given, states.data_ptr(), ctypes.addressof(columns)
+        inputs, last = torch.empty(rows, self._spec.hidden), given - 1
+        new = SessionTokens(session, range(rows), logits_from=last, hidden_from=last, input_embeddings=inputs)
+        step = self._schedule([new])
         result = step.result(*self._run(step, ctypes.byref(chain)))
-        self.blocks.append(session, columns[:count])
-        return list(columns), result
+        self.blocks.append(session, columns[:rows])
+        return columns[given:], result
 
     def _run(self, step: ForwardStep, *chain: Any) -> tuple[torch.Tensor, torch.Tensor]:
         spec, args, outputs = self._spec, self._step, len(step.outputs)

@@ -96,8 +96,9 @@ typedef struct {
 typedef struct {
     Linear mix;          /* of the state before a row */
     const float *inputs; /* [columns of the logits, hidden]: the part of each token */
-    const float *state;  /* [hidden], before the first row */
-    int32_t *columns;    /* [rows + 1] of the tokens and the one after them: the first is given */
+    const float *states; /* [given, hidden], before the first rows */
+    int32_t *columns;    /* [rows + 1] of the tokens and the one after them: the first ones are given */
+    int32_t given;
 } Chain;
 
 /* The prefetch during a product: in both streams of a panel, this many bytes further with every input. */

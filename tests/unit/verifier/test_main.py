@@ -25,7 +25,7 @@ def _built(folder: Path, **given: object) -> VerifierService:
 
 def _capacity(service: VerifierService) -> tuple[int, int]:
     """Return the tokens that sessions may reserve, and those that the engine holds."""
-    return service._loop.load().kv_tokens_total, service._target._engine.capacity_tokens  # type: ignore[attr-defined]
+    return service.loop.load().kv_tokens_total, service._target._engine.capacity_tokens  # type: ignore[attr-defined]
 
 
 async def test_without_a_size_the_cache_takes_a_gpus_free_memory(

@@ -73,7 +73,7 @@ class Answering:
         await self.begin(prompt, temperature)
         self.read(answer)
         self.check(accepted)
-        self.histories.remember(self.own, self.session, alone=True, shared=False)
+        self.histories.remember(self.own, self.session, alone=True, reading=None)
 
     @property
     def expected(self) -> float:
@@ -112,7 +112,7 @@ async def test_a_warm_text_does_not_start_from_what_cold_ones_accepted() -> None
     pair = Answering()
     await pair.answer(LONG, list(LONG[:64]), accepted=4)
     pair.own.draft_ms.add(3.0)
-    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
+    pair.histories.remember(pair.own, pair.session, alone=True, reading=READING)
     await pair.begin(LONG, temperature=1.0)
     assert pair.expected <= MAX_UNSEEN
     assert pair.own.draft_ms.value > 0.1, "drafting takes as long"
@@ -139,7 +139,7 @@ async def test_a_text_that_turns_leaves_what_each_part_showed() -> None:
     pair.check(accepted=0)
     pair.read([*OWN, *LONG[:64]])
     pair.check(accepted=4, verdicts=400)
-    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
+    pair.histories.remember(pair.own, pair.session, alone=True, reading=READING)
     await pair.begin(SHORT)
     pair.read(OWN)
     assert pair.expected < 0.1
@@ -245,13 +245,13 @@ async def test_each_kind_of_text_has_its_own_credit() -> None:
     assert pair.session.credit == CREDIT
     pair.session.credit -= 0.5
     pair.check(accepted=0)
-    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
+    pair.histories.remember(pair.own, pair.session, alone=True, reading=READING)
     await pair.begin(LONG)
     assert pair.session.credit == CREDIT, "of a kind that was not seen"
     pair.read(list(LONG[:64]))
     pair.session.credit += 4.4
     pair.check(accepted=4)
-    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
+    pair.histories.remember(pair.own, pair.session, alone=True, reading=READING)
     await pair.begin(SHORT)
     assert pair.session.credit == pytest.approx(CREDIT - 0.5 - READING - IN_VAIN)
     for gained in (4.4, 2.0, -0.4):
@@ -262,7 +262,7 @@ async def test_each_kind_of_text_has_its_own_credit() -> None:
         pair.session.credit -= 2.4
         pair.read([*OWN[:20] * 3, *OWN, *range(1000, 1100)])
         assert pair.text.kind == "cold fresh"
-        pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
+        pair.histories.remember(pair.own, pair.session, alone=True, reading=READING)
 
 
 async def copying(pair: Answering) -> None:
@@ -276,7 +276,7 @@ async def test_what_a_text_gains_beyond_the_greatest_credit_counts_for_its_kind(
     for gained in (*[2.0] * 10, *[-1.0] * 5):
         chats.session.gain(gained)
     assert chats.session.credit == MAX_CREDIT - 5.0, "the text itself may not lose all of it"
-    chats.histories.remember(chats.own, chats.session, alone=True, shared=True)
+    chats.histories.remember(chats.own, chats.session, alone=True, reading=READING)
     balances = []
     for lost in (-2.0, -3.0):
         await copying(chats)
@@ -284,7 +284,7 @@ async def test_what_a_text_gains_beyond_the_greatest_credit_counts_for_its_kind(
         balances.append(chats.pairs.settle("target", "drafter cold copy", 0.0))
         for _ in range(4):
             chats.session.gain(lost)
-        chats.histories.remember(chats.own, chats.session, alone=True, shared=True)
+        chats.histories.remember(chats.own, chats.session, alone=True, reading=READING)
     assert balances == [15.0, 7.0]
 
 
@@ -295,7 +295,7 @@ async def test_copies_may_lose_before_any_has_gained(chats: Answering) -> None:
         balance = COPIES_GAINED - lost
         assert chats.session.credit == pytest.approx(max(CREDIT, LOAN * balance) + min(0.0, balance))
         chats.session.gain(-5.0)
-        chats.histories.remember(chats.own, chats.session, alone=True, shared=True)
+        chats.histories.remember(chats.own, chats.session, alone=True, reading=READING)
 
 
 async def fresh(pair: Answering) -> None:
@@ -307,7 +307,7 @@ async def fresh(pair: Answering) -> None:
 async def test_a_text_without_credit_borrows_from_what_its_kind_has_gained(chats: Answering) -> None:
     await fresh(chats)
     chats.session.gain(4.0)
-    chats.histories.remember(chats.own, chats.session, alone=True, shared=True)
+    chats.histories.remember(chats.own, chats.session, alone=True, reading=READING)
     await fresh(chats)
     answer = list(OWN)
     for balance in (4.0, 2.5, 1.5, 0.7, -0.2):
@@ -348,15 +348,15 @@ async def test_an_attached_drafter_costs_its_kind_more_if_it_gains_nothing() -> 
     await pair.begin(SHORT)
     pair.check(accepted=3)
     pair.session.credit += 3.0
-    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
+    pair.histories.remember(pair.own, pair.session, alone=True, reading=READING)
     await pair.begin(SHORT)
     expected = pair.expected
     pair.session.credit += 0.25
-    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
+    pair.histories.remember(pair.own, pair.session, alone=True, reading=READING)
     await pair.begin(SHORT)
     assert pair.session.credit == pytest.approx(CREDIT + 3.25 - 2 * READING)
     assert pair.expected == expected, "nothing else was shown"
-    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
+    pair.histories.remember(pair.own, pair.session, alone=True, reading=READING)
     await pair.begin(SHORT)
     assert pair.session.credit == pytest.approx(CREDIT + 3.25 - 3 * READING - IN_VAIN)
 
@@ -370,7 +370,7 @@ async def test_a_long_prompt_is_held_against_later_ones_unless_its_answer_gained
         pair.read(list(LONG[:64]))
         assert pair.text.kind.endswith("copy")
         pair.session.credit += gained
-        pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
+        pair.histories.remember(pair.own, pair.session, alone=True, reading=READING)
         balance += gained - cost
         await pair.begin(LONG, temperature)
         assert pair.session.credit == pytest.approx(max(CREDIT, LOAN * balance) + min(0.0, balance))
@@ -391,7 +391,7 @@ async def indebted(pair: Answering) -> None:
     pair.check(accepted=0)
     pair.read(OWN)
     pair.session.credit -= 0.6
-    pair.histories.remember(pair.own, pair.session, alone=True, shared=True)
+    pair.histories.remember(pair.own, pair.session, alone=True, reading=READING)
 
 
 async def test_alone_a_drafter_waits_until_plain_steps_have_paid_what_earlier_texts_lost(chats: Answering) -> None:

@@ -63,16 +63,22 @@ def test_the_likeliest_logits_are_those_of_all_bits(threads: int, count: int) ->
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_chain_continues_by_the_likeliest_tokens(threads: int) -> None:
-    """Each row's input is made here from the state before it, and goes through a step of its own."""
+@pytest.mark.parametrize("given", [[5], [5, 7, 2]])
+def test_a_chain_continues_by_the_likeliest_tokens(given: list[int], threads: int) -> None:
+    """Each row's input is made here from the state before it. The given ones go through a step, as do later ones."""
     runs = engine(threads)
-    state = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(6))
-    columns, computed = runs.chain(runs.prepare_chain(INPUTS, MIX), "chain", state, 5, 4)
+    before = torch.randn(len(given), HIDDEN, generator=torch.Generator().manual_seed(6))
+    columns, computed = runs.chain(runs.prepare_chain(INPUTS, MIX), "chain", before, given, 4)
     found, states = computed.logits[0].clone(), computed.hidden_states[0].clone()
-    for row, column in enumerate(columns[:-1]):
-        given = INPUTS[column] + state @ MIX.T
-        step = runs.extend([SessionTokens("steps", [column], hidden_from=0, input_embeddings=given)])
+    assert len(columns) == len(found) == len(states) == 4
+    tokens = given
+    for row, column in enumerate(columns):
+        last = len(tokens) - 1
+        inputs = INPUTS[tokens] + before @ MIX.T
+        step = runs.extend(
+            [SessionTokens("steps", tokens, logits_from=last, hidden_from=last, input_embeddings=inputs)]
+        )
         likeliest = int(step.logits[0].argmax())
-        assert columns[row + 1] == likeliest == int(found[row].argmax())
+        assert column == likeliest == int(found[row].argmax())
         assert torch.allclose(found[row, likeliest], step.logits[0][0, likeliest], rtol=0.02)
-        state = states[row : row + 1]
+        tokens, before = [column], states[row : row + 1]

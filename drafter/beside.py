@@ -1,0 +1,32 @@
+"""The drafter in a verifier's process: what `--own-drafter` of a verifier starts.
+
+The verifier finds it by its entry point, since services do not import each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from drafter.methods.registry import make
+from drafter.service import DrafterService
+from outrider.base.config import DrafterKey, Settings, WorkerSettings
+from outrider.models.drafter_choice import choose_drafter
+from outrider.observability.tracing import make_tracing
+from outrider.settings.drafter import DrafterSettings
+from outrider.speculation.direct import VerifierBeside
+
+_OF_WORKERS = {"coordinators", "advertise", "metrics_key", "metrics_tls", "max_sessions", "device", "threads"}
+_SHARED = {*Settings.model_fields, *DrafterKey.model_fields} | _OF_WORKERS
+
+
+def build(
+    settings: WorkerSettings, drafter: str, target: str, verifier: VerifierBeside, progress: Callable[[str], None]
+) -> DrafterService:
+    """Build the service from its verifier's settings. Its metrics have the next port."""
+    kind, model = choose_drafter(drafter, target)
+    own = settings.model_dump(include=_SHARED, exclude_defaults=True)
+    own |= {"threads": 1}
+    own |= {"metrics_port": settings.metrics_port + 1} if settings.metrics_port else {}
+    chosen = DrafterSettings(**own, kind=kind, model=model, target=target)
+    progress(f"preparing the {kind} drafter")
+    return DrafterService(make(chosen, progress), chosen, make_tracing(chosen.otlp_endpoint, "drafter"), verifier)
