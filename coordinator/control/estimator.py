@@ -37,6 +37,7 @@ MAX_GAINED = 30.0  # by a kind of text, or lost: what many answers may lose befo
 WINDOW = 9  # steps on shared cores whose median counts: other load delays single ones
 JOINED, LEFT = 0.8, 0.3  # other sessions of a step, from which on the verifier is shared, and no longer is
 KNOWN_STEPS = 3  # for their median to count
+BEGINNING = 4  # steps of a session that opening it has slowed down
 
 
 class CostLine:
@@ -235,12 +236,17 @@ class Estimator:
         self._cost = CostLine()
         self.attach_verifier(UNKNOWN_COST)
 
-    def attach_verifier(self, published: CostCurve, sessions: int = 0) -> None:
-        """Start from the cost curve and the number of sessions that a verifier reports."""
+    def attach_verifier(
+        self, published: CostCurve, sessions: int = 0, plain: deque[tuple[float, float]] | None = None
+    ) -> None:
+        """Start from the cost curve and the number of sessions that a verifier reports.
+
+        `plain`: its newest plain steps, of all sessions: time over the published one, and the wait before, ms.
+        """
         self._published, self.pair.renewed = published, True
         self._slowdown = DecayedMean(SMOOTHING)  # measured step time over the published one
-        self._plain_slowdown: deque[float] = deque(maxlen=WINDOW)  # the same of plain steps
-        self._plain_wait_ms: deque[float] = deque(maxlen=WINDOW)  # before them
+        self._plain = deque(maxlen=WINDOW) if plain is None else plain
+        self._ignored = BEGINNING if self.plain_known else 0
         self._steps = 0  # on this verifier
         tokens_per_ms = sessions / max(1e-6, published.at(sessions + 1)) if published.rows else 0.0
         self._other_tokens = DecayedMean(SMOOTHING, float(sessions))
@@ -279,7 +285,7 @@ class Estimator:
     @property
     def plain_known(self) -> bool:
         """Return whether plain steps of this session were measured on shared cores."""
-        return not self._published.rows or len(self._plain_slowdown) >= KNOWN_STEPS
+        return not self._published.rows or len(self._plain) >= KNOWN_STEPS
 
     def _observe_step(self, verdict: Verdict, plan: SpeculationPlan) -> None:
         timings = verdict.timings
@@ -289,9 +295,8 @@ class Estimator:
         if self._published.rows:
             slowdown = step_ms / self._published.at(timings.batch_tokens)
             self._slowdown.add(slowdown)
-            if not plan.gamma and not verdict.proposed:
-                self._plain_slowdown.append(slowdown)
-                self._plain_wait_ms.append(timings.wait_us / 1000)
+            if not plan.gamma and not verdict.proposed and self._steps >= self._ignored:
+                self._plain.append((slowdown, timings.wait_us / 1000))
         else:
             self._cost.add(timings.batch_tokens, step_ms)
         self._steps += 1
@@ -304,9 +309,9 @@ class Estimator:
 
     def conditions(self, drafter: BestDrafter) -> Conditions:
         """Return the present conditions; the round trips to drafter and verifier count until waits were measured."""
-        shared = self.on_shared_cores(drafter) and self._plain_slowdown
+        shared = self.on_shared_cores(drafter) and self._plain
         if self._published.rows:
-            slowdown = statistics.median(self._plain_slowdown) if shared else self._slowdown.value or 1.0
+            slowdown = statistics.median(each for each, _ in self._plain) if shared else self._slowdown.value or 1.0
             cost = self._published.scaled(slowdown)
         else:
             cost = CostCurve.line(*self._cost.fit())
@@ -317,7 +322,7 @@ class Estimator:
             draft_ms=drafter.draft_ms,
             network_ms=self._network_ms.value if self._network_ms.known else drafter.round_trips_ms,
             cost=cost,
-            between_ms=statistics.median(self._plain_wait_ms) if shared else 0.0,
+            between_ms=statistics.median(each for _, each in self._plain) if shared else 0.0,
             other_tokens=self._other_tokens.value,
             other_sessions=self.other_sessions.value,
             other_tokens_per_ms=self._other_tokens_per_ms.value,

@@ -40,6 +40,8 @@ from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.protocol.speculation import SourceTally, Verdict, VerifySteering
 from outrider.v1 import common_pb2 as common
 
+DIRECT_START = 2  # tokens whose drafting takes as long as the start of a draft without a network
+
 log = structlog.get_logger(__name__)
 
 
@@ -109,7 +111,8 @@ class Drafting:
         """Keep drafters attached while this verifier has the session."""
         self._verifier = verifier
         self._passed_at = -1
-        self._estimator.attach_verifier(verifier.connection.info.load.cost, max(0, load_of(verifier.connection) - 1))
+        others, plain = load_of(verifier.connection) - 1, getattr(verifier.connection, "plain_steps", None)
+        self._estimator.attach_verifier(verifier.connection.info.load.cost, max(0, others), plain)
         async with background(*(self._keep_drafting(verifier, place) for place in range(self._places))):
             try:
                 yield
@@ -126,9 +129,8 @@ class Drafting:
             if drafter.joined:
                 tally = tallies.get(drafter.source, SourceTally(drafter.source, 0, 0))
                 if drafter.direct:
-                    drafter.pair.observe_draft(
-                        verdict.proposed, verdict.timings.draft_us, tree=drafter.plan.branches > 1
-                    )
+                    depth, spent_us = verdict.proposed + DIRECT_START, verdict.timings.draft_us
+                    drafter.pair.observe_draft(depth, spent_us, tree=drafter.plan.branches > 1)
                 expected = drafter.plan.gamma > 0 and (awaited or drafter.source in tallies)
                 drafter.pair.observe_verdict(tally.proposed, tally.accepted, due=expected)
                 drafter.limits.reward(tally.accepted)
@@ -219,7 +221,7 @@ class Drafting:
                 self._leave(drafter)
 
     def _can_link(self, verifier: VerifierStream, drafter: WorkerConnection) -> bool:
-        """Return whether both are one process, and nobody else needs what the verifier hands to this drafter."""
+        """Return whether both are one process, and no other drafter needs what the verifier hands to this one."""
         info, alone = drafter.info, self._context.drafters == 1
         return alone and info.address == verifier.connection.info.address and info.state_spec is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
@@ -11,6 +12,7 @@ from typing import Protocol
 import grpc
 import structlog
 
+from coordinator.control.estimator import WINDOW
 from coordinator.placement.sent_prefixes import SentPrefixes
 from coordinator.workers.worker_channel import WorkerChannel
 from outrider.base.rpc_status import error_from_rpc
@@ -58,6 +60,7 @@ class WorkerConnection:
         self.info = info
         self.streams: set[Stream] = set()  # of this coordinator's sessions
         self.prefixes = SentPrefixes()  # of prompts, for verifiers
+        self.plain_steps: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # of a verifier
         self.silent_s = 0.0  # since the last message or answer to a probe, in ticks of `liveness`
         self.round_trip_ms = 0.0
         self.registrations = 0  # streams over which it reports to this coordinator

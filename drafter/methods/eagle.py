@@ -24,7 +24,6 @@ from drafter.methods.likeliest_chains import LikeliestChains
 from drafter.methods.registry import drafter
 from drafter.published.row_engine import RowEngine
 from drafter.tree_builder import TreeBuilder
-from outrider.base.openmp import release_threads
 from outrider.engine import Engine, SessionTokens
 from outrider.engine.loading.loader import warm_up
 from outrider.engine.loading.options import EngineOptions, pick_dtype
@@ -307,5 +306,4 @@ def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str]
     engine = make_engine(body, info, options, progress)
     progress("warming up")
     warm_up(engine)
-    release_threads()
     return engine

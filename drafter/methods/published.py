@@ -17,7 +17,6 @@ from drafter.published.eagle3 import PublishedPeagle
 from drafter.published.loading import PublishedCheckpoint, TargetSize
 from drafter.published.module import PublishedModule
 from drafter.published.row_engine import RowEngine
-from outrider.base.openmp import release_threads
 from outrider.engine.loading.options import EngineOptions, pick_dtype
 from outrider.hidden_states.projection import PackedProjection
 from outrider.models.published_drafters import PUBLISHED, drafter_folder
@@ -79,7 +78,6 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Publishe
     progress(f"reading the {checkpoint.format.title}")
     module = checkpoint.load(matrices, pick_dtype(settings.dtype, device)).to(device)
     module.ids = module.ids.to(device)
-    release_threads()
     info, candidates = _info(checkpoint, module), settings.draft_candidates
     rows: EagleDrafter | BlockDrafter
     if isinstance(module, (PublishedPeagle, PublishedDflash)):

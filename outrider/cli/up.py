@@ -29,7 +29,7 @@ from outrider.launch.options import (
     check_engine,
 )
 from outrider.launch.services import KINDS, ignored_variable_hints, merged, read_assignments, read_file, suggestion
-from outrider.launch.stack import LaunchPlan, Stack, stack, watch
+from outrider.launch.stack import LaunchPlan, Stack, on_one_cpu, stack, watch
 from outrider.launch.targets import REPEATED, Drafters, Targets, planned
 from outrider.models.drafter_choice import AUTO, choose_drafter
 from outrider.models.hub import DEFAULT, DEFAULT_NAME
@@ -71,6 +71,13 @@ def up(
     ] = 8000,
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
+    drafter_apart: Annotated[
+        bool,
+        option(
+            "--drafter-apart",
+            "Run all drafters in processes of their own. On a CPU, a target's first one is else in its verifier's.",
+        ),
+    ] = False,
     dtype: Dtype = "auto",
     quantization: Quantization = "none",
     engine: Engine = "auto",
@@ -129,6 +136,7 @@ def up(
     given = options.fields_from(context.params, LaunchPlan) | planned(target, drafter, drafters, engine)
     given |= {
         "overrides": merged(read_file(Path(config))[1] if config else {}, read_assignments(settings or [])),
+        "together": not drafter_apart and on_one_cpu(device, drafter_device, engine),
         "keep": True,
     }
     plan = LaunchPlan(**given)
@@ -170,7 +178,8 @@ def demo(
 ) -> None:
     """Start all services, answer two prompts with plain and speculative decoding, and compare speed and text."""
     console = Console(highlight=False)
-    plan = LaunchPlan(target=target, drafters=(choose_drafter(drafter, target),), port=port, device=device, dtype=dtype)
+    chosen, together = choose_drafter(drafter, target), on_one_cpu(device, "auto", "auto")
+    plan = LaunchPlan(target, drafters=(chosen,), port=port, together=together, device=device, dtype=dtype)
     end_on_signals()
     with Starting(console) as view, stack(plan, view.tick) as running:
         view.done()

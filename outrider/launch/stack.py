@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import signal
 import subprocess
@@ -34,6 +35,7 @@ _PROGRESS = "progress: "
 _STOP_S = 15.0
 _RESTART_S = 1.0
 _LAST_LINES = 12
+_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +248,12 @@ def stack(plan: LaunchPlan, tick: Callable[[Stack], None] = lambda _: None) -> I
         running.start(tick)
         tick(running)
         yield running
+
+
+def on_one_cpu(device: str, drafter_device: str, engine: str) -> bool:
+    """Return whether verifiers and drafters on these devices share this machine's cores."""
+    cpu = {"cpu"} if any(map(os.path.exists, _GPUS)) else {"cpu", "auto"}
+    return engine in ("auto", "native", "transformers") and {device, drafter_device} <= cpu
 
 
 def coordinators(plan: LaunchPlan, redis: str) -> list[ServiceSpec]:

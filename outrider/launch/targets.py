@@ -54,17 +54,13 @@ def planned(targets: Sequence[str] | None, drafters: Sequence[str] | None, numbe
 def worker_settings(
     targets: Iterable[TargetPlan], verifiers: int, *, together: bool = False
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the settings in which the workers of several targets differ: of the verifiers and of the drafters.
-
-    `together`: each verifier has its target's first drafter in its own process.
-    """
+    """Return the settings in which the workers of several targets differ: of the verifiers and of the drafters."""
     verifying, drafting = [], []
     for target in targets:
-        inside = [":".join(filter(None, first)) for first in target.drafters[:1] if together]
-        own = {"own_drafter": inside[0]} if inside else {}
-        verifying += [{"target": target.model, "served_model_name": target.name} | own] * verifiers
-        apart = target.drafters[len(inside) :]
-        drafting += [{"target": target.model, "kind": kind, "model": model} for kind, model in apart]
+        own, others = target.drafters[:together], target.drafters[together:]
+        first = "".join(":".join(filter(None, drafter)) for drafter in own)
+        verifying += [{"target": target.model, "served_model_name": target.name, "own_drafter": first}] * verifiers
+        drafting += [{"target": target.model, "kind": kind, "model": model} for kind, model in others]
     return verifying, drafting
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from outrider.base.config import WorkerSettings
 from outrider.base.logs import report_progress, set_up_logs
-from outrider.base.openmp import compute_alone
+from outrider.base.openmp import compute_alone, release_threads
 from outrider.runtime.serving import Service, serve
 from outrider.security.credentials import Credentials
 
@@ -19,7 +19,8 @@ def run_worker(name: str, settings: WorkerSettings, build: Callable[[Callable[[s
 
     async def run() -> None:
         service = build(report_progress)
-        compute_alone()  # another thread runs the model
+        release_threads()  # another thread runs the model
+        compute_alone()
         await serve(service, settings, ready=lambda address: report_progress(f"ready at {address}"))
 
     asyncio.run(run())

@@ -24,7 +24,7 @@ from outrider.bench.drafters.peers import Peer, PeerRecipe, Weights
 from outrider.bench.drafters.schedule import DraftersExtent, Schedule, bench_requests
 from outrider.bench.drafters.setups import PLAIN_SETUP, DrafterSetup
 from outrider.launch.options import Dtype, Engine, Target, Threads, check_engine
-from outrider.launch.stack import LaunchPlan, Stack
+from outrider.launch.stack import LaunchPlan, Stack, on_one_cpu
 from outrider.models.drafter_choice import best_drafter, drafter_kinds
 from outrider.models.hub import DEFAULT, gguf_of, locate_safetensors
 from outrider.protocol.errors import InvalidRequest, OutriderError
@@ -105,7 +105,8 @@ def drafters(
     extent = DraftersExtent.of(quick, prompts_per_kind, rounds, tokens, gamma, modes)
     data = import_on_use("torch", "models", "outrider.train.data")
     texts = data.read_prompts(prompts) if prompts is not None else data.shipped("heldout")
-    plan = LaunchPlan(target=target, device=device, dtype=dtype, threads=threads, engine=engine)
+    together = on_one_cpu(device, "auto", engine)
+    plan = LaunchPlan(target, together=together, device=device, dtype=dtype, threads=threads, engine=engine)
     end_on_signals()
     with turn_progress() as turns:
         gguf = None if llama_python is None else gguf_of(target, turns.set_text)

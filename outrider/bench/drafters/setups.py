@@ -21,7 +21,7 @@ from outrider.base.rpc_status import error_from_rpc
 from outrider.bench.common.timed_output import timed
 from outrider.bench.drafters.comparison import PLAIN, BenchRequest, TimedAnswer
 from outrider.client.sync import Client
-from outrider.launch.stack import LaunchPlan, Stack
+from outrider.launch.stack import LaunchPlan, Stack, workers
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import WorkerInfo
@@ -90,18 +90,25 @@ class SetupStack(Stack):
             self._spawn(f"coordinator-{i + 1}", "coordinator", redis_url=url, http_port=-1, drafters_per_session=count)
 
     def start_workers(self) -> None:
-        """Start the verifier, registered with the first setup, and each drafter, registered with its own."""
+        """Start the verifier, registered with the first setup, and each drafter, registered with its own.
+
+        A drafter that shares the verifier's process has a verifier of its own.
+        """
         super().start_workers()
-        pairs = [(address, drafter) for address, setup in self.addressed() for drafter in setup.drafters]
-        for i, (address, (kind, model)) in enumerate(pairs):
-            common = {"device": self.plan.drafter_device, "dtype": self.plan.dtype, "threads": self.plan.threads}
-            self._spawn(f"drafter-{i + 1}", "drafter", coordinators=address, kind=kind, model=model, **common)
+        for i, (address, setup) in enumerate(self.addressed()):
+            plan = replace(self.plan, drafters=setup.drafters, together=self._together(setup))
+            for spec in workers(plan, [address]):
+                if spec.kind == "drafter" or plan.together:
+                    self._start(replace(spec, name=f"{spec.name}-of-setup-{i}"))
+
+    def _together(self, setup: DrafterSetup) -> bool:
+        return self.plan.together and len(setup.drafters) == 1
 
     def wait_registered(self, tick: Callable[[Stack], None]) -> None:
         """Register the verifier with the other coordinators too, and wait for every drafter."""
-        first, *others = self.endpoints
+        (first, _), *others = self.addressed()
         verifier = self.wait_workers(first, 1, tick)[0]
-        for address in others:
+        for address in (address for address, setup in others if not self._together(setup)):
             self._exits.enter_context(registered(verifier, address, self.fleet_access))
         for address, setup in self.addressed():
             self.wait_workers(address, 1 + len(setup.drafters), tick)
