@@ -125,7 +125,8 @@ class DraftingLoop:
         def take(verdict: Verdict) -> bool:
             if not session.closed:
                 session.commit(verdict.position, verdict.tokens, verdict.hidden_states)
-                self._wake.set()
+                if session.wants_more:
+                    self._wake.set()
             return not session.closed
 
         found = self._beside and self._beside.link(opening.session_id, opening.epoch, opening.direct_source, take)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ RATIO_BOUNDS = (0.3, 1.5)
 # The credit of speculation on shared cores, in plain steps:
 CREDIT = 0.6  # at the beginning, at most; with less, no probe begins, nor speculation that was suspended
 REFILL = 0.012  # per plain step, up to CREDIT
+DIRECT_CREDIT, DIRECT_REFILL, DIRECT_DEBT = 1.5, 0.03, 0.9  # of drafters without a network, whose guesses mostly gain
 READING = 2.0  # that an attached drafter costs, as it reads the prompt
 MAX_CREDIT = 6.0  # after gains: what may be lost before a change of the text ends speculation
 MAX_GAINED = 30.0  # by a kind of text, or lost: what many answers may lose before its drafters wait, or refill
@@ -118,7 +120,12 @@ class PairEstimate:
 
     def __init__(self, positions: int) -> None:
         self._positions = max(1, positions)
+        self.least_credit, self.refill, self._most_owed = CREDIT, REFILL, math.inf
         self.start_from(PairHistory())
+
+    def trust(self) -> None:
+        """Let a drafter without a network lose more than others before its guesses are suspended."""
+        self.least_credit, self.refill, self._most_owed = DIRECT_CREDIT, DIRECT_REFILL, DIRECT_DEBT
 
     def expect(self, acceptance: list[float]) -> None:
         """Expect this acceptance by position, whatever was seen before."""
@@ -137,9 +144,9 @@ class PairEstimate:
         self.lend(history.gained)
         self.checked = False  # whether any guess was checked
 
-    def lend(self, gained: float, own: float = CREDIT) -> None:
+    def lend(self, gained: float, own: float = 0.0) -> None:
         """Begin with a credit, less the debt that earlier sessions have left. No session may lose all they gained."""
-        self.credit = self.lent = min(own, MAX_CREDIT) + min(0.0, gained)
+        self.credit = self.lent = min(max(own, self.least_credit), MAX_CREDIT) + min(0.0, max(gained, -self._most_owed))
 
     def gain(self, steps: float) -> None:
         """Count what a step gained. The kind of text has gained it even where the credit is at its bound."""

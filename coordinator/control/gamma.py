@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from coordinator.control.estimator import CREDIT, REFILL, BestDrafter, Estimator
+from coordinator.control.estimator import BestDrafter, Estimator
 from coordinator.control.goodput import net_throughput, paying_nodes
 from coordinator.control.throughput_model import (
     BRANCHES,
@@ -37,6 +37,7 @@ DECIDE_EVERY = 4  # verdicts between two choices, which take about a millisecond
 DECIDE_EVERY_SETTLED = 16  # the same after a plan has held for SETTLED_AFTER verdicts
 DECIDE_EVERY_RESTING = 64  # beside other sessions, whose steps wait for the choices of all
 SETTLED_AFTER = 48
+RESTS_AFTER = 12  # plain steps on shared cores
 PROBE_AFTER = 16  # plain steps before the first probe
 PROBE_AFTER_MAX = 192  # each probe without result doubles the pause up to this
 PROBE_STEPS = 4
@@ -131,8 +132,9 @@ class Controller:
 
     @property
     def resting(self) -> bool:
-        """Return whether a drafter on the verifier's cores needs no hidden states: beside others, plain steps win."""
-        return self._estimator.shared and self._idle and not self.plan.gamma
+        """Return whether a drafter on the verifier's cores needs no hidden states: plain steps win for now."""
+        settled = self._conditions is not None and self._conditions.shares_cores and self._since_plan >= RESTS_AFTER
+        return (settled or (self._estimator.shared and self._idle)) and not self.plan.gamma
 
     def would_guess(self, drafter: BestDrafter) -> bool:
         """Return whether guesses of a drafter on the verifier's cores pay, as far as is known before it drafts."""
@@ -171,7 +173,8 @@ class Controller:
     @property
     def due(self) -> bool:
         """Return whether it is time for a choice."""
-        every = DECIDE_EVERY_SETTLED if self._idle or self._since_plan >= SETTLED_AFTER else DECIDE_EVERY
+        settled = self._idle or self._suspended or self._since_plan >= SETTLED_AFTER
+        every = DECIDE_EVERY_SETTLED if settled else DECIDE_EVERY
         every = DECIDE_EVERY_RESTING if self.resting else every
         short = self._estimator.shortfall_rate.value > RARE_SHORTFALL_RATE or not self.wait_timeout_ms
         now = self._choice_due or self._estimator.pair.renewed or self._probe_steps_left > 0
@@ -242,7 +245,7 @@ class Controller:
             self._plain_steps = self._probe_steps_left = 0
             self._probe_after = PROBE_AFTER
             return choice
-        probing = 0.0 if self._probe_steps_left else CREDIT
+        probing = 0.0 if self._probe_steps_left else self._estimator.pair.least_credit
         least = math.inf if conditions.shared and not self._fixed.ahead else probing  # a probe would slow all sessions
         if conditions.shares_cores and self._estimator.pair.credit < least:
             self._probe_steps_left = 0
@@ -258,8 +261,8 @@ class Controller:
             pair.gain(max(gain, -LONGEST_ROUND))
         else:
             self._since_reference = 0
-            pair.credit = max(pair.credit, min(CREDIT, pair.credit + REFILL))
-        self._suspended = pair.credit <= 0.0 or (suspended and pair.credit < CREDIT)
+            pair.credit = max(pair.credit, min(pair.least_credit, pair.credit + pair.refill))
+        self._suspended = pair.credit <= 0.0 or (suspended and pair.credit < pair.least_credit)
         if suspended != self._suspended or referred or self._since_reference >= REFERENCE_EVERY:
             self._choice_due = True
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import structlog
@@ -40,7 +40,8 @@ from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.protocol.speculation import SourceTally, Verdict, VerifySteering
 from outrider.v1 import common_pb2 as common
 
-DIRECT_START = 2  # tokens whose drafting takes as long as the start of a draft without a network
+# Of drafters without a network, in tokens of a chain: the start of a draft, and until measured, a level of a tree.
+DIRECT_START, DIRECT_LEVEL = 2, 4.0
 
 log = structlog.get_logger(__name__)
 
@@ -204,6 +205,7 @@ class Drafting:
         source = self._sources
         if linked is not None:
             linked.expect_direct(source)
+            self._estimator.pair.trust()
         span = self._stats.span.child("draft", connection.attributes)
         async with DrafterStream(
             connection, self._record, self._target, span, source, pair, self.control.plan, direct=linked is not None
@@ -270,6 +272,8 @@ class Drafting:
         if best is not None:
             self._stats.drafter_kind = best.connection.info.kind
             self._best = _best_drafter(verifier, best.connection, best.pair, shares_cores=best.shares_cores)
+            if best.direct and self._best.level_ms is None:
+                self._best = replace(self._best, level_ms=DIRECT_LEVEL * self._best.draft_ms)
         steering = self.control.decide(self._best)
         plan = self.control.plan
         if steering is not None:

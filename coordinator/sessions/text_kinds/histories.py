@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.control.estimator import CREDIT, REFILL, Estimator, PairEstimate, PairHistory, pair_shown
+from coordinator.control.estimator import REFILL, Estimator, PairEstimate, PairHistory, pair_shown
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.sessions.text_kinds.recognition import TextRecogniser
 
@@ -63,7 +63,7 @@ class TextHistories:
         if history is not None if alone else expected > session.accepted_tokens * session.proposal_rate.value:
             session.start_from(history or PairHistory())
         balance = self._settle(self._text.kind, 0.0)
-        session.lend(balance, max(CREDIT, LOAN * balance))
+        session.lend(balance, LOAN * balance)
         self._attached_as, self._gained = self._text.kind, 0.0
 
     def read(self, tokens: Sequence[int], own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
@@ -75,7 +75,7 @@ class TextHistories:
             self._account(left, session)
             uncounted = self._text.kind == self._attached_as or self._recalled[self._text.kind] is None
             balance = self._settle(self._text.kind, 0.0) + self._gained * uncounted
-            session.lend(balance, max(CREDIT, session.credit, LOAN * balance))
+            session.lend(balance, max(session.credit, LOAN * balance))
         if changed and (known := self._recalled[self._text.kind]) is not None:
             session.expect(known.acceptance)
 
