@@ -215,6 +215,7 @@ class VerificationLoop:
             session.num_cached_tokens = session.draft_us = 0  # the first verdict carries them
             verdict = _verdict(item, result, timings)
             session.commit(verdict)
+            session.waiting_since = started + step.step_us / 1e6
             if verdict.finish_reason is not FinishReason.NONE:
                 self.close(session)
 

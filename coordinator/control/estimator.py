@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from coordinator.control.throughput_model import Conditions, Mode, SpeculationPlan, expected_tokens
@@ -36,7 +36,7 @@ DIRECT_CREDIT, DIRECT_REFILL, DIRECT_DEBT = 1.5, 0.03, 0.9  # of drafters withou
 READING = 2.0  # that an attached drafter costs, as it reads the prompt
 MAX_CREDIT = 6.0  # after gains: what may be lost before a change of the text ends speculation
 MAX_GAINED = 30.0  # by a kind of text, or lost: what many answers may lose before its drafters wait, or refill
-WINDOW = 9  # steps on shared cores whose median counts: other load delays single ones
+WINDOW = 9  # plain steps on shared cores that tell what one takes
 JOINED, LEFT = 0.8, 0.3  # other sessions of a step, from which on the verifier is shared, and no longer is
 KNOWN_STEPS = 3  # for their median to count
 BEGINNING = 4  # steps of a session that opening it has slowed down
@@ -120,11 +120,12 @@ class PairEstimate:
 
     def __init__(self, positions: int) -> None:
         self._positions = max(1, positions)
-        self.least_credit, self.refill, self._most_owed = CREDIT, REFILL, math.inf
+        self.direct, self.least_credit, self.refill, self._most_owed = False, CREDIT, REFILL, math.inf
         self.start_from(PairHistory())
 
     def trust(self) -> None:
         """Let a drafter without a network lose more than others before its guesses are suspended."""
+        self.direct = True
         self.least_credit, self.refill, self._most_owed = DIRECT_CREDIT, DIRECT_REFILL, DIRECT_DEBT
 
     def expect(self, acceptance: list[float]) -> None:
@@ -232,6 +233,13 @@ def pair_shown(own: PairEstimate, session: PairEstimate, *, alone: bool) -> Pair
     return replace(shown, acceptance=held, offer_rate=its.offer_rate, draft_ms=its.draft_ms, level_ms=its.level_ms)
 
 
+def _mean(measured: Iterable[float]) -> float:
+    """Return the mean, of which no value counts for more than twice the median."""
+    values = list(measured)
+    most = 2.0 * statistics.median(values)
+    return statistics.fmean(min(value, most) for value in values)
+
+
 class Estimator:
     """Estimates of one session's conditions. `pair` covers all its drafters together."""
 
@@ -317,8 +325,9 @@ class Estimator:
     def conditions(self, drafter: BestDrafter) -> Conditions:
         """Return the present conditions; the round trips to drafter and verifier count until waits were measured."""
         shared = self.on_shared_cores(drafter) and self._plain
+        typical = _mean if self.pair.direct else statistics.median  # other load delays single steps
         if self._published.rows:
-            slowdown = statistics.median(each for each, _ in self._plain) if shared else self._slowdown.value or 1.0
+            slowdown = typical(each for each, _ in self._plain) if shared else self._slowdown.value or 1.0
             cost = self._published.scaled(slowdown)
         else:
             cost = CostCurve.line(*self._cost.fit())
@@ -329,7 +338,7 @@ class Estimator:
             draft_ms=drafter.draft_ms,
             network_ms=self._network_ms.value if self._network_ms.known else drafter.round_trips_ms,
             cost=cost,
-            between_ms=statistics.median(each for _, each in self._plain) if shared else 0.0,
+            between_ms=typical(each for _, each in self._plain) if shared else 0.0,
             other_tokens=self._other_tokens.value,
             other_sessions=self.other_sessions.value,
             other_tokens_per_ms=self._other_tokens_per_ms.value,
