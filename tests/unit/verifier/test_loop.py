@@ -16,7 +16,7 @@ from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.errors import PeerLost, Unavailable
 from outrider.protocol.hidden_states.messages import StateSpecs
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import Verdict, VerifySteering
+from outrider.protocol.speculation import Guess, Verdict, VerifySteering
 from verifier.engine_target import EngineTarget
 from verifier.limits import SchedulerLimits
 from verifier.loop import VerificationLoop
@@ -110,5 +110,43 @@ async def test_another_error_ends_only_the_sessions_of_its_step() -> None:
     second = opened(loop, "two")
     assert isinstance((await ended(second)).error, PeerLost), "the loop runs on"
     assert not running.done()
+    running.cancel()
+    loop.stop()
+
+
+async def test_a_drafter_in_the_process_takes_verdicts_and_gives_guesses() -> None:
+    loop = VerificationLoop(EngineTarget(MockEngine()), LIMITS, VerifierMetrics("linked"))
+    session = opened(loop, "one")
+    session.steer(VerifySteering(gamma=1, draft_wait_us=5_000_000, hidden_states=True))
+    taken: list[Verdict] = []
+    open_at_its_end = True
+
+    def take(verdict: Verdict) -> bool:
+        taken.append(verdict)
+        return open_at_its_end
+
+    assert loop.link("another", 1, 3, take) is None
+    assert loop.link("one", 2, 3, take) is None
+    give = loop.link("one", 1, 3, take)
+    assert give is not None
+    assert taken.pop().tokens == (1, 2, 3), "it begins with what is committed"
+    running = asyncio.create_task(loop.run())
+    first = await asyncio.wait_for(session.outbox.get(), 5)
+    assert isinstance(first, Verdict)
+    assert first.hidden_states is None, "states do not cross the stream as well"
+    assert taken[0].tokens == first.tokens
+    assert taken[0].hidden_states is not None
+    give(Guess(4, 1, 0, (10**9,)))
+    refused = await asyncio.wait_for(session.outbox.get(), 5)
+    assert isinstance(refused, Rejection)
+    assert refused.source == 3
+    open_at_its_end = False
+    give(Guess(4, 1, 0, (5,), draft_us=70))
+    second = await asyncio.wait_for(session.outbox.get(), 5)
+    assert isinstance(second, Verdict)
+    assert second.proposed == 1
+    assert [tally.source for tally in second.sources] == [3]
+    assert second.timings.draft_us == 70
+    assert second.hidden_states is not None, "the drafter has left, so they are for another one"
     running.cancel()
     loop.stop()

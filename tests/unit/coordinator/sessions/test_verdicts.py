@@ -267,3 +267,15 @@ def test_any_verdict_is_read_or_a_violation(fields: dict[str, Any], logprobs: in
     assert 1 <= len(found.tokens) <= 20
     assert max(found.tokens) < VOCAB
     assert len(found.kinds) == len(found.tokens)
+
+
+def test_guesses_of_a_drafter_in_the_verifiers_process_need_no_message() -> None:
+    record = SessionRecord("s", SessionRequest(PROMPT, SamplingParams(seed=1, max_tokens=20)))
+    sent = SentMessages(sources=1)
+    with pytest.raises(ProtocolViolation):
+        read(verdict(), VerdictReader(record, TARGET, sent, time.monotonic() - 1))
+    sent.direct = True
+    timings = verify.VerifyTimings(wait_us=500, draft_us=900, batch_tokens=5, session_tokens=5)
+    found = read(verdict(timings=timings), VerdictReader(record, TARGET, sent, time.monotonic() - 1))
+    assert found.proposed == 4
+    assert found.timings.draft_us == 500, "drafting is a part of the wait"

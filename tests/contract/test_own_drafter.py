@@ -1,0 +1,62 @@
+"""A verifier with a drafter in its own process: the same texts, and nothing of a round crosses a drafter's stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from outrider.protocol.speculation import TokenKind
+from outrider.v1 import common_pb2 as common
+from tests.cluster import Cluster, Output, ask, generate_all
+from tests.conftest import Models
+
+pytestmark = pytest.mark.timeout(120)
+
+PROMPTS = ["Once upon a time, ", "one two three one two three one two ", "The river and the river and "]
+
+
+@pytest.fixture(scope="module")
+def together(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("together"))
+    cluster.add_coordinator()
+    cluster.add_verifier(models.target, "--own-drafter", f"suffix+model:{models.draft}")
+    yield cluster.start()
+    cluster.stop()
+
+
+async def texts(cluster: Cluster, gamma: int | None, **params: object) -> list[Output]:
+    requests = [ask(prompt, gamma=gamma, seed=5, max_tokens=48, ignore_eos=True, **params) for prompt in PROMPTS]
+    return await generate_all(cluster.address, requests)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_the_text_is_that_of_plain_decoding(together: Cluster, temperature: float) -> None:
+    plain = await texts(together, 0, temperature=temperature)
+    for gamma in (1, 4, None):
+        outputs = await texts(together, gamma, temperature=temperature)
+        assert [each.token_ids for each in outputs] == [each.token_ids for each in plain]
+        if gamma is None:
+            continue
+        accepted = sum(each.kinds.count(TokenKind.ACCEPTED) for each in outputs)
+        assert accepted > 20, "guesses came and some held"
+        for each in outputs:
+            assert each.stats.drafter == "suffix+model"
+            assert not each.stats.drafter_losses
+            assert each.stats.drafts
+            assert each.stats.bytes_per_guessed_token == 0.0, "no stream carried them"
+
+
+async def test_drawn_guesses_hold_by_their_distributions(together: Cluster) -> None:
+    outputs = await texts(together, 2, temperature=0.8, verification=common.VERIFICATION_REJECTION)
+    assert all(len(each.token_ids) == 48 for each in outputs)
+    assert sum(each.kinds.count(TokenKind.ACCEPTED) for each in outputs) > 20
+
+
+async def test_a_killed_verifier_takes_its_drafter_along_and_both_come_back(together: Cluster) -> None:
+    (before,) = {each.stats.drafter for each in await texts(together, 2, temperature=0.0)}
+    together.verifiers[0].kill()
+    together.restart(together.verifiers[0])
+    together.wait_whole()
+    (after,) = {each.stats.drafter for each in await texts(together, 2, temperature=0.0)}
+    assert before == after == "suffix+model"

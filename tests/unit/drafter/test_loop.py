@@ -1,0 +1,72 @@
+"""The drafting loop beside a verifier in its process."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from drafter.loop import DraftingLoop
+from drafter.methods.registry import make
+from drafter.session import DraftOpening
+from outrider.observability.metrics import DrafterMetrics
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import DraftSteering, Guess, TokenKind, Verdict
+from outrider.settings.drafter import DrafterSettings
+from outrider.speculation.direct import TakeGuess, TakeVerdict, VerifierBeside
+
+REPEATED = (1, 2, 3, 4, 1, 2, 3, 4)
+
+
+class Beside:
+    """A verifier with one session."""
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1)
+        self.given: asyncio.Queue[Guess] = asyncio.Queue()
+        self.take: TakeVerdict | None = None
+
+    def link(self, session_id: str, epoch: int, source: int, take: TakeVerdict) -> TakeGuess | None:
+        if (session_id, epoch, source) != ("s", 1, 7):
+            return None
+        self.take = take
+        return self.given.put_nowait
+
+
+def loop_beside(beside: VerifierBeside | None) -> DraftingLoop:
+    return DraftingLoop(make(DrafterSettings(kind="ngram"), print), 4, DrafterMetrics("ngram", "ngram"), beside)
+
+
+def opening(name: str = "s", *, gamma: int = 2) -> DraftOpening:
+    params = SamplingParams(seed=1, temperature=0.0, max_tokens=32)
+    steering = DraftSteering(gamma=gamma)
+    return DraftOpening(name, 1, REPEATED, 4, params, vocab_size=50, steering=steering, direct_source=7)
+
+
+async def test_guesses_go_straight_to_the_verifier_and_verdicts_come_from_it() -> None:
+    beside = Beside()
+    loop = loop_beside(beside)
+    session = loop.open(opening())
+    running = asyncio.create_task(loop.run())
+    guess = await asyncio.wait_for(beside.given.get(), 5)
+    assert (guess.position, guess.tokens) == (8, (1, 2))
+    assert beside.take is not None
+    assert beside.take(Verdict(8, (1, 2, 3), 2, TokenKind.BONUS))
+    guess = await asyncio.wait_for(beside.given.get(), 5)
+    assert (guess.position, guess.tokens) == (11, (4, 1))
+    assert beside.take(Verdict(11, (9,), 0, TokenKind.RECOVERED))
+    passed = await asyncio.wait_for(beside.given.get(), 5)
+    assert (passed.position, passed.tokens) == (12, ()), "nothing to propose, so the verifier need not wait"
+    loop.close(session)
+    assert not beside.take(Verdict(12, (1,), 0, TokenKind.PLAIN)), "it has left"
+    running.cancel()
+    loop.stop()
+    beside.thread.submit(int).result()  # the verifier's thread goes on
+
+
+@pytest.mark.parametrize("beside", [None, Beside()])
+def test_a_session_that_is_not_verified_here_cannot_be_drafted_straight(beside: Beside | None) -> None:
+    with pytest.raises(InvalidRequest, match="direct_source"):
+        loop_beside(beside).open(opening("another"))
