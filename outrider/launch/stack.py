@@ -277,7 +277,7 @@ def workers(plan: LaunchPlan, endpoints: Sequence[str]) -> list[ServiceSpec]:
     verifier = own | _common(plan, "verifier") | {"device": plan.device, "engine": plan.engine}
     verifier |= {"kv_tokens": plan.kv_tokens, "quantization": plan.quantization}
     drafter = own | _common(plan, "drafter") | {"device": plan.drafter_device}
-    verifiers, drafters = worker_settings(plan.targets, plan.verifiers, together=plan.together)
+    verifiers, drafters = worker_settings(plan.targets, plan.verifiers, int(plan.together))
     return [
         *make_services("verifier", [verifier | each for each in verifiers], plan.overrides),
         *make_services("drafter", [drafter | each for each in drafters], plan.overrides),

@@ -51,16 +51,13 @@ def planned(targets: Sequence[str] | None, drafters: Sequence[str] | None, numbe
     return {"target": first.model, "name": first.name, "drafters": first.drafters, "others": tuple(others)}
 
 
-def worker_settings(
-    targets: Iterable[TargetPlan], verifiers: int, *, together: bool = False
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def worker_settings(targets: Iterable[TargetPlan], verifiers: int, own: int) -> tuple[list[dict[str, Any]], ...]:
     """Return the settings in which the workers of several targets differ: of the verifiers and of the drafters."""
     verifying, drafting = [], []
     for target in targets:
-        own, others = target.drafters[:together], target.drafters[together:]
-        first = "".join(":".join(filter(None, drafter)) for drafter in own)
+        first = "".join(":".join(filter(None, each)) for each in target.drafters[:own])
         verifying += [{"target": target.model, "served_model_name": target.name, "own_drafter": first}] * verifiers
-        drafting += [{"target": target.model, "kind": kind, "model": model} for kind, model in others]
+        drafting += [{"target": target.model, "kind": kind, "model": model} for kind, model in target.drafters[own:]]
     return verifying, drafting
 
 
@@ -111,10 +108,9 @@ def _own_name(model: str) -> str:
 
 
 def _refuse_repeated(what: str, given: Sequence[str]) -> None:
-    for each in given:
-        if given.count(each) > 1:
-            message = f"two targets have the {what} {each}; give each its own: --target NAME=MODEL"
-            raise StartupError(message, field="target", value=each)
+    for each in (each for each in given if given.count(each) > 1):
+        message = f"two targets have the {what} {each}; give each its own: --target NAME=MODEL"
+        raise StartupError(message, field="target", value=each)
 
 
 def _drafter_for(engine: str, drafter: str, target: str) -> tuple[str, str]:

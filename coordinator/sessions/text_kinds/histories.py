@@ -80,16 +80,12 @@ class TextHistories:
             session.expect(known.acceptance)
 
     def remember(self, own: PairEstimate, session: PairEstimate, *, alone: bool, reading: float | None) -> None:
-        """Keep what the session has shown: for texts of its kind, for those that begin like it, and for all.
-
-        `reading`: the plain steps that attaching a drafter on the verifier's cores has cost; None: it was on others.
-        """
+        """Keep what the session has shown. `reading`: the cost of a drafter on its verifier's cores, or None."""
         for kind in {"", self._text.start, self._text.kind} if own.checked else ():
             self._pairs.remember(self._target, self._key(kind), pair_shown(own, session, alone=alone))
         if reading is not None:
             self._account(self._text.kind, session)
-            in_vain = IN_VAIN if reading and self._gained <= 0.0 else 0.0
-            self._settle(self._attached_as, self._gained - reading - in_vain)
+            self._settle(self._attached_as, self._gained - reading - IN_VAIN * (reading > 0.0 >= self._gained))
 
     def _of_all_texts(self) -> PairHistory | None:
         """Return the history of the pair; it does not tell a warm text what cold ones have accepted."""

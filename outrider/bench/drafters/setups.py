@@ -90,25 +90,20 @@ class SetupStack(Stack):
             self._spawn(f"coordinator-{i + 1}", "coordinator", redis_url=url, http_port=-1, drafters_per_session=count)
 
     def start_workers(self) -> None:
-        """Start the verifier, registered with the first setup, and each drafter, registered with its own.
-
-        A drafter that shares the verifier's process has a verifier of its own.
-        """
+        """Start the verifier, registered with the first setup, and each drafter, registered with its own."""
         super().start_workers()
         for i, (address, setup) in enumerate(self.addressed()):
-            plan = replace(self.plan, drafters=setup.drafters, together=self._together(setup))
+            plan = replace(self.plan, drafters=setup.drafters, together=self.plan.together and len(setup.drafters) == 1)
             for spec in workers(plan, [address]):
                 if spec.kind == "drafter" or plan.together:
                     self._start(replace(spec, name=f"{spec.name}-of-setup-{i}"))
-
-    def _together(self, setup: DrafterSetup) -> bool:
-        return self.plan.together and len(setup.drafters) == 1
 
     def wait_registered(self, tick: Callable[[Stack], None]) -> None:
         """Register the verifier with the other coordinators too, and wait for every drafter."""
         (first, _), *others = self.addressed()
         verifier = self.wait_workers(first, 1, tick)[0]
-        for address in (address for address, setup in others if not self._together(setup)):
+        with_own = self.plan.together  # verifiers, where a setup has one drafter
+        for address in (address for address, setup in others if not with_own or len(setup.drafters) > 1):
             self._exits.enter_context(registered(verifier, address, self.fleet_access))
         for address, setup in self.addressed():
             self.wait_workers(address, 1 + len(setup.drafters), tick)
