@@ -5,6 +5,7 @@ The verifier finds it by its entry point, since services do not import each othe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from drafter.methods.registry import make
@@ -15,7 +16,7 @@ from outrider.observability.tracing import make_tracing
 from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.direct import VerifierBeside
 
-_OF_WORKERS = {"coordinators", "advertise", "metrics_key", "metrics_tls", "max_sessions", "device", "threads"}
+_OF_WORKERS = {"coordinators", "advertise", "metrics_key", "metrics_tls", "max_sessions", "device"}
 _SHARED = {*Settings.model_fields, *DrafterKey.model_fields} | _OF_WORKERS
 
 
@@ -25,7 +26,7 @@ def build(
     """Build the service from its verifier's settings. Its metrics have the next port."""
     kind, model = choose_drafter(drafter, target)
     own = settings.model_dump(include=_SHARED, exclude_defaults=True)
-    own |= {"threads": 1}
+    own |= {"threads": max(1, (settings.threads or os.cpu_count() or 1) // 2)}  # the others send what was committed
     own |= {"metrics_port": settings.metrics_port + 1} if settings.metrics_port else {}
     chosen = DrafterSettings(**own, kind=kind, model=model, target=target)
     progress(f"preparing the {kind} drafter")
