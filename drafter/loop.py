@@ -123,11 +123,16 @@ class DraftingLoop:
         """Let the verifier in this process commit to the session and take its guesses."""
 
         def take(verdict: Verdict) -> bool:
-            if not session.closed:
+            if session.closed:
+                return False
+            try:
                 session.commit(verdict.position, verdict.tokens, verdict.hidden_states)
-                if session.wants_more:
-                    self._wake.set()
-            return not session.closed
+            except InvalidRequest as error:
+                log.error("commit refused, session closed", session=session.id, error=error.message)
+                self.close(session)
+            if session.wants_more:
+                self._wake.set()
+            return True
 
         found = self._beside and self._beside.link(opening.session_id, opening.epoch, opening.direct_source, take)
         if not found:

@@ -90,13 +90,17 @@ class VerificationLoop:
         take(Verdict(0, tuple(session.committed), 0, TokenKind.NONE))
 
         def take_guess(guess: Guess) -> None:
-            if not session.closed:
-                session.draft_us += guess.draft_us
-                try:
-                    session.add_guess(replace(guess, source=source))
-                except InvalidRequest as error:
-                    session.reject(error, source)
-                self._wake.set()
+            if session.closed:
+                return
+            session.draft_us += guess.draft_us
+            try:
+                session.add_guess(replace(guess, source=source))
+            except InvalidRequest as error:
+                log.info("guess rejected", error=error.message)
+                self._metrics.guesses_refused.inc()
+                session.direct = None  # its coordinator ends it, too
+                session.reject(error, source)
+            self._wake.set()
 
         return take_guess
 

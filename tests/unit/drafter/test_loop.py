@@ -59,7 +59,8 @@ async def test_guesses_go_straight_to_the_verifier_and_verdicts_come_from_it() -
     assert beside.take(Verdict(11, (9,), 0, TokenKind.RECOVERED))
     passed = await asyncio.wait_for(beside.given.get(), 5)
     assert (passed.position, passed.tokens) == (12, ()), "nothing to propose, so the verifier need not wait"
-    loop.close(session)
+    assert beside.take(Verdict(99, (1,), 0, TokenKind.PLAIN))
+    assert session.closed, "a gap ends it, and not the verifier"
     assert not beside.take(Verdict(12, (1,), 0, TokenKind.PLAIN)), "it has left"
     running.cancel()
     loop.stop()

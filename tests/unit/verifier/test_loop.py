@@ -136,10 +136,6 @@ async def test_a_drafter_in_the_process_takes_verdicts_and_gives_guesses() -> No
     assert first.hidden_states is None, "states do not cross the stream as well"
     assert taken[0].tokens == first.tokens
     assert taken[0].hidden_states is not None
-    give(Guess(4, 1, 0, (10**9,)))
-    refused = await asyncio.wait_for(session.outbox.get(), 5)
-    assert isinstance(refused, Rejection)
-    assert refused.source == 3
     open_at_its_end = False
     give(Guess(4, 1, 0, (5,), draft_us=70))
     second = await asyncio.wait_for(session.outbox.get(), 5)
@@ -148,5 +144,10 @@ async def test_a_drafter_in_the_process_takes_verdicts_and_gives_guesses() -> No
     assert [tally.source for tally in second.sources] == [3]
     assert second.timings.draft_us == 70
     assert second.hidden_states is not None, "the drafter has left, so they are for another one"
+    give(Guess(5, 1, 0, (10**9,)))
+    refused = await asyncio.wait_for(session.outbox.get(), 5)
+    assert isinstance(refused, Rejection)
+    assert refused.source == 3
+    assert session.direct is None
     running.cancel()
     loop.stop()
