@@ -134,11 +134,10 @@ def up(
     """
     check_engine(engine)
     given = options.fields_from(context.params, LaunchPlan) | planned(target, drafter, drafters, engine)
-    given |= {
-        "overrides": merged(read_file(Path(config))[1] if config else {}, read_assignments(settings or [])),
-        "together": not drafter_apart and on_one_cpu(device, drafter_device, engine),
-        "keep": True,
-    }
+    overrides = merged(read_file(Path(config))[1] if config else {}, read_assignments(settings or []))
+    apart = drafter_apart or any(name.startswith("drafter") for name in overrides)  # for a process of its own
+    together = not apart and on_one_cpu(device, drafter_device, engine)
+    given |= {"overrides": overrides, "together": together, "keep": True}
     plan = LaunchPlan(**given)
     console = Console()
     for hint in ignored_variable_hints({parameter.envvar for parameter in context.command.params}):

@@ -125,6 +125,27 @@ def test_a_wrong_value_in_the_file_names_the_flag(plans: list[LaunchPlan], tmp_p
     assert not plans
 
 
+@pytest.mark.parametrize(
+    ("line", "gpu", "together"),
+    [
+        ([], False, True),
+        ([], True, False),
+        (["--device", "cpu", "--drafter-device", "cpu"], True, True),
+        (["--device", "cuda:0"], False, False),
+        (["--drafter-apart"], False, False),
+        (["--set", "drafter.suffix-factor=3"], False, False),
+        (["--set", "verifier.drain-s=3"], False, True),
+        (["--engine", "mock"], False, False),
+    ],
+)
+def test_a_drafter_is_in_its_verifiers_process_where_both_share_a_cpu(
+    plans: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch, line: list[str], gpu: bool, together: bool
+) -> None:
+    monkeypatch.setattr("outrider.launch.stack._GPUS", ("/proc/self",) if gpu else ("/missing",))
+    assert isinstance(run(*line).exception, Reached)
+    assert plans.pop().together is together
+
+
 def test_a_variable_of_a_service_is_told(plans: list[LaunchPlan]) -> None:
     result = run(GAMMA_MAX="3", HTTP_PORT="9001")
     assert "OUTRIDER_GAMMA_MAX is not read here: --set coordinator.gamma-max=..." in result.output

@@ -57,6 +57,15 @@ def test_workers_know_their_coordinators_and_models() -> None:
     ]
 
 
+def test_a_verifier_has_its_targets_first_drafter_if_they_are_together() -> None:
+    plan = with_generated_keys(replace(PLAN, together=True))
+    *verifiers, drafter = workers(plan, ["a:1"])
+    assert found(verifiers, "own_drafter") == [("verifier-1", "model:small"), ("verifier-2", "model:small")]
+    assert found([drafter], "kind") == [("drafter-1", "ngram")]
+    assert all(each.settings.drafter_key for each in verifiers), "for the registration of their drafters"
+    assert all(not each.settings.own_drafter for each in workers(PLAN, ["a:1"])[:2])
+
+
 def test_each_service_has_the_keys_that_it_needs() -> None:
     def variables(plan: LaunchPlan) -> list[set[str]]:
         made = [*coordinators(plan, ""), *workers(plan, [])]
