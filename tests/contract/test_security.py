@@ -454,7 +454,7 @@ def test_up_keeps_secrets_off_command_lines(models: Models, tmp_path: Path, redi
     secrets = {"verifier": {FLEET_KEY}, "drafter": {DRAFTER_KEY}}
     secrets["coordinator"] = {FLEET_KEY, DRAFTER_KEY, API_KEY, REDIS_PASSWORD}
     flags = ["--port", "0", "--http-port", "0", "--target", str(models.target), "--drafter", "ngram"]
-    flags += ["--device", "cpu", "--threads", "1"]
+    flags += ["--device", "cpu", "--threads", "1", "--drafter-apart"]
     with (tmp_path / "up.log").open("wb") as log:
         up = subprocess.Popen(
             [*OUTRIDER, "up", *flags], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment(**keys)
