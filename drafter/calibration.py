@@ -1,8 +1,7 @@
 """Calibration of a drafter's probabilities against the measured acceptance of its guesses.
 
-A tree grows where its paths are likeliest. An underconfident drafter grows it
-too broad and shallow, an overconfident one as a bare chain. Measured
-acceptance per rank among siblings corrects the probabilities.
+A tree grows where its paths are likeliest. An underconfident drafter grows it too broad and shallow, an overconfident
+one as a bare chain. Measured acceptance per rank among siblings corrects the probabilities.
 """
 
 from __future__ import annotations

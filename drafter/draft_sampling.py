@@ -96,9 +96,8 @@ def _draw_with_own_noise(
 ) -> tuple[int, list[Distribution]]:
     """Draw a token with noise of this path alone; return it with the distribution that it was drawn from.
 
-    Block verification also looks at guesses of other drafters for the same
-    position whose path failed. With shared noise, a late guess that still
-    fits would depend on them and bias the text.
+    Block verification also looks at guesses of other drafters for the same position whose path failed. With shared
+    noise, a late guess that still fits would depend on them and bias the text.
     """
     assert request.params.seed is not None
     if request.params.top_p == 1.0:  # the other cuts leave the shares of the likeliest ids as they are

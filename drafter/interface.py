@@ -22,14 +22,12 @@ if TYPE_CHECKING:  # it needs torch, which not every drafter has
 class DraftRequest:
     """Request to continue one session's `tokens` by up to `max_new_tokens` tokens, or levels of a tree.
 
-    The first `committed` tokens are final, and the first `prompt_length` of
-    them are the prompt. The rest is the longest chain of `open_guess`, this
-    drafter's own open guesses. A drafter may return fewer tokens; it is called
+    The first `committed` tokens are final, and the first `prompt_length` of them are the prompt. The rest is the
+    longest chain of `open_guess`, this drafter's own open guesses. A drafter may return fewer tokens; it is called
     again for the rest.
 
-    A drafter that builds trees uses all open guesses. A node may get up to
-    `branches` children. At most `budget` guesses may be added, none deeper
-    than `depth` beyond the committed position.
+    A drafter that builds trees uses all open guesses. A node may get up to `branches` children. At most `budget`
+    guesses may be added, none deeper than `depth` beyond the committed position.
     """
 
     session: str
@@ -107,12 +105,10 @@ class Drafter(Protocol):
     @property
     def vocabulary(self) -> Vocabulary | None:
         """Return the vocabulary of its tokens; None if it works with any."""
-        ...
 
     @property
     def needs_hidden_states(self) -> bool:
         """Return whether it needs the target's hidden states."""
-        ...
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         """Return for each request its open guesses and what the drafter adds to them.
@@ -122,11 +118,9 @@ class Drafter(Protocol):
         In rejection and block mode, every token must be drawn from the
         distribution returned with it, and no drawn token may be withheld.
         """
-        ...
 
     def forget(self, session: str) -> None:
         """Free the state of a session that has ended."""
-        ...
 
 
 @runtime_checkable
@@ -143,4 +137,3 @@ class Proposer(Protocol):
 
     def propose(self, request: DraftRequest) -> Guess:
         """Return what `draft` would return, with `expected`. It depends only on the request and on the past."""
-        ...

@@ -15,11 +15,9 @@ Choice = tuple[int, float]  # a token and the logarithm of its probability
 class TreeBuilder:
     """Open guesses of one session, and the nodes that a drafter adds for one request.
 
-    Node i is the request's open guess i; new nodes follow in the order in
-    which they are added. A drafter states the choices after a node, and `add`
-    takes the choice with the largest product of probabilities along its path.
-    Choices are cheap: a drafter may state them for all nodes, and the limits
-    are enforced here.
+    Node i is the request's open guess i; new nodes follow in the order in which they are added. A drafter states the
+    choices after a node, and `add` takes the choice with the largest product of probabilities along its path. Choices
+    are cheap: a drafter may state them for all nodes, and the limits are enforced here.
     """
 
     def __init__(self, request: DraftRequest) -> None:

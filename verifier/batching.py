@@ -1,8 +1,7 @@
 """Batching: which sessions a step computes, and which of their tokens.
 
-A step takes every session that is ready: those with guesses to verify, those
-whose draft wait timeout has passed, and chunks of prompts. Tenants with many
-sessions join as far as their credit allows.
+A step takes every session that is ready: those with guesses to verify, those whose draft wait timeout has passed, and
+chunks of prompts. Tenants with many sessions join as far as their credit allows.
 """
 
 from __future__ import annotations

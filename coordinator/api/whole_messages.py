@@ -1,9 +1,8 @@
 """gRPC interceptor that reads clients' messages within the coordinator's byte budget.
 
-`http.limits.BodyReader` is its counterpart for HTTP. gRPC does not report how
-much of a message has arrived. A message that takes longer therefore counts
-as the largest allowed one until it is complete, so that slow clients cannot
-use more memory than the budget.
+`http.limits.BodyReader` is its counterpart for HTTP. gRPC does not report how much of a message has arrived. A message
+that takes longer therefore counts as the largest allowed one until it is complete, so that slow clients cannot use more
+memory than the budget.
 """
 
 from __future__ import annotations

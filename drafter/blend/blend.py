@@ -1,10 +1,8 @@
 """Several drafting methods as one, selected per session and request by measured accuracy and speed.
 
-Members without a model always propose, since that costs next to nothing. Then
-the expected tokens per second decide: use the proposal, let a model draft, or
-use the proposal and let a model continue it. Under rejection and block
-verification the decision depends on the past alone and precedes all sampling,
-and every sampled token is used.
+Members without a model always propose, since that costs next to nothing. Then the expected tokens per second decide:
+use the proposal, let a model draft, or use the proposal and let a model continue it. Under rejection and block
+verification the decision depends on the past alone and precedes all sampling, and every sampled token is used.
 """
 
 from __future__ import annotations

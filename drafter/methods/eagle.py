@@ -1,9 +1,7 @@
 """EAGLE: a decoder layer that continues from the target's own hidden states, which arrive with each commit.
 
-The layer's input at a position is a hidden state and the token after it. The
-KV cache keeps positions with the target's states. At later positions the
-layer's own output states stand in; they are recomputed when the target's
-states arrive.
+The layer's input at a position is a hidden state and the token after it. The KV cache keeps positions with the target's
+states. At later positions the layer's own output states stand in; they are recomputed when the target's states arrive.
 """
 
 from __future__ import annotations

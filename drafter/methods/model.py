@@ -1,8 +1,7 @@
 """A small causal LM with the target's vocabulary, all sessions in one forward pass.
 
-A chain grows by one token per step, a tree by about one level. The new nodes
-of a tree are computed together with the paths that lead to them, which costs
-little more than one token, and nothing of the tree stays in the KV cache.
+A chain grows by one token per step, a tree by about one level. The new nodes of a tree are computed together with the
+paths that lead to them, which costs little more than one token, and nothing of the tree stays in the KV cache.
 """
 
 from __future__ import annotations

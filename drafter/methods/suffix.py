@@ -1,8 +1,7 @@
 """Suffix decoding: copy the most frequent continuation of the text's longest known suffix. No model.
 
-After SuffixDecoding (arXiv 2411.04975). Counts come from the session's own
-tokens and from recently ended sessions. A guess is extended while the counts
-say that it is likely to be accepted.
+After SuffixDecoding (arXiv 2411.04975). Counts come from the session's own tokens and from recently ended sessions. A
+guess is extended while the counts say that it is likely to be accepted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Suffix automaton that counts which tokens followed each substring of a text.
 
-Every substring of the text is a path from state 0; substrings with the same
-end positions share a state. Adding a token takes amortised constant time, and
-updating the counts at most `LONGEST` + 1 further steps. Substrings longer than
+Every substring of the text is a path from state 0; substrings with the same end positions share a state. Adding a token
+takes amortised constant time, and updating the counts at most `LONGEST` + 1 further steps. Substrings longer than
 `LONGEST` share their counts with their suffixes.
 """
 

@@ -1,8 +1,7 @@
 """Drafting by a model with another vocabulary than the target's, through text.
 
-The committed tokens are decoded and encoded for the model; the text that the
-model generates is encoded into the target's tokens. Any model of the same
-language can thus draft for any target.
+The committed tokens are decoded and encoded for the model; the text that the model generates is encoded into the
+target's tokens. Any model of the same language can thus draft for any target.
 """
 
 from __future__ import annotations

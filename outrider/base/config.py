@@ -1,8 +1,7 @@
 """Settings of the services: one frozen object each, built in `__main__` from flags and environment variables.
 
-`command` turns a settings class into a typer command, so that a field is
-defined once: its name gives `--the-flag` and OUTRIDER_THE_FLAG, its
-description the help text, its constraints the validation.
+`command` turns a settings class into a typer command, so that a field is defined once: its name gives `--the-flag` and
+OUTRIDER_THE_FLAG, its description the help text, its constraints the validation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Logs of a service on standard error, text or JSON; progress of its start on standard output.
 
-Logs and warnings of libraries take the same path, so that with JSON every
-line is an object: timestamp, level, event and service, and for a request its
-request_id and session_id (bound by `request_context` and the session's opener).
+Logs and warnings of libraries take the same path, so that with JSON every line is an object: timestamp, level, event
+and service, and for a request its request_id and session_id (bound by `request_context` and the session's opener).
 """
 
 from __future__ import annotations

@@ -18,11 +18,9 @@ CHAIN: tuple[int, ...] = ()
 class SessionTokens:
     """New tokens of one session in a step.
 
-    They follow the session's cached tokens. `parents[i]` is the index in
-    `tokens` that token i hangs from, −1 for the cached prefix; empty means a
-    chain. Logits are computed from token `logits_from` on, hidden states from
-    `hidden_from` on (None: for no token). `input_embeddings` replace the
-    model's own embeddings of `tokens`.
+    They follow the session's cached tokens. `parents[i]` is the index in `tokens` that token i hangs from, −1 for the
+    cached prefix; empty means a chain. Logits are computed from token `logits_from` on, hidden states from
+    `hidden_from` on (None: for no token). `input_embeddings` replace the model's own embeddings of `tokens`.
     """
 
     session: str
@@ -68,49 +66,39 @@ class Engine(Protocol):
     @property
     def capacity_tokens(self) -> int:
         """Return the cache capacity in tokens, over all sessions."""
-        ...
 
     @property
     def cached_tokens(self) -> int:
         """Return the capacity that sessions occupy, in tokens."""
-        ...
 
     @property
     def evictable_tokens(self) -> int:
         """Return the capacity that evictable cached blocks occupy, in tokens."""
-        ...
 
     @property
     def state_shape(self) -> tuple[int, int]:
         """Return how many decoder layers it captures states of, and their width."""
-        ...
 
     def length(self, session: str) -> int:
         """Return the number of tokens in a session's cache; 0 for a new one."""
-        ...
 
     def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
         """Begin a session with the cached blocks of the same tokens and salt; return the number of tokens found."""
-        ...
 
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
         """Run one forward pass over the new tokens of several sessions, and cache their keys and values.
 
         The result is valid until the next call. Raises Overloaded when the cache is full.
         """
-        ...
 
     def truncate(self, session: str, length: int) -> None:
         """Drop the tokens after the first `length` from a session's cache."""
-        ...
 
     def compact(self, session: str, base: int, indices: Sequence[int]) -> None:
         """Keep, of the tokens cached after length `base`, those at `indices`, in this order."""
-        ...
 
     def free(self, session: str) -> None:
         """Release a session's cache; unknown sessions are accepted."""
-        ...
 
 
 def prefill(engine: Engine, session: str, tokens: Sequence[int], chunk: int = 512) -> torch.Tensor:

@@ -1,9 +1,8 @@
 """Model specs: the layers of a decoder of a common family, taken from its transformers model.
 
-One structure covers the families: norm, attention, norm, feed-forward, with a
-few switches. An engine over a spec must be compared with the model before it
-serves (`loading.selection` does). If a release changes a family, transformers
-runs it instead, slower and correct.
+One structure covers the families: norm, attention, norm, feed-forward, with a few switches. An engine over a spec must
+be compared with the model before it serves (`loading.selection` does). If a release changes a family, transformers runs
+it instead, slower and correct.
 """
 
 from __future__ import annotations

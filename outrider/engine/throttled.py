@@ -1,8 +1,7 @@
 """An engine whose steps take at least a given time: it imitates another device, for benchmarks of timing only.
 
-The model and its logits are real, as long as this machine is faster than the
-device. Noise on the logits can also make a drafter worse or better along a
-text.
+The model and its logits are real, as long as this machine is faster than the device. Noise on the logits can also make
+a drafter worse or better along a text.
 """
 
 from __future__ import annotations

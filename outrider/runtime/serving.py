@@ -43,30 +43,24 @@ class Service(Protocol):
     @property
     def auth_interceptor(self) -> grpc.aio.ServerInterceptor:
         """Return the interceptor that checks API keys."""
-        ...
 
     @property
     def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
         """Return further interceptors, closest to the handlers."""
-        ...
 
     def add_to(self, server: grpc.aio.Server) -> None: ...
 
     async def start(self, port: int) -> None:
         """Start the service: the port is bound, and nothing is served yet."""
-        ...
 
     def drain(self) -> None:
         """Accept no new work, and report that."""
-        ...
 
     def busy(self) -> bool:
         """Return whether streams are open."""
-        ...
 
     def ready(self) -> bool:
         """Return whether its own names are reported as SERVING; the process is from the moment it listens."""
-        ...
 
     async def stop(self) -> None: ...
 

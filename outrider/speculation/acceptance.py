@@ -1,8 +1,7 @@
 """The lossless acceptance rules, without I/O or global randomness.
 
-Every random decision comes from a `RandomSource`: counter-based noise in
-production, an enumerator of all branches in the proofs. Row 0 of the target's
-logits follows the last committed token, row i the i-th guess.
+Every random decision comes from a `RandomSource`: counter-based noise in production, an enumerator of all branches in
+the proofs. Row 0 of the target's logits follows the last committed token, row i the i-th guess.
 """
 
 from __future__ import annotations
@@ -35,11 +34,9 @@ class RandomSource(Protocol):
 
     def accept(self, probability: float, position: int, block: int) -> bool:
         """Return True with the given probability."""
-        ...
 
     def draw(self, weights: torch.Tensor, position: int) -> int:
         """Return an id, with P(id) = weights[id] / Σ weights.  # [vocab]"""
-        ...
 
 
 class SeededNoise:

@@ -22,4 +22,3 @@ class VerifierBeside(Protocol):
 
     def link(self, session_id: str, epoch: int, source: int, take: TakeVerdict) -> TakeGuess | None:
         """Join a drafter's end to a session, and hand it what is committed; None: there is no such session."""
-        ...

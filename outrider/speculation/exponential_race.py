@@ -1,7 +1,6 @@
 """The draw that drafter and target share: greedy and coupled sampling.
 
-Both call the same function with the same seed and position. Similar
-distributions then usually give the same token.
+Both call the same function with the same seed and position. Similar distributions then usually give the same token.
 """
 
 from __future__ import annotations
@@ -73,11 +72,10 @@ def shared_choices(
 ) -> list[list[Choice]]:
     """Return the shared draw's winner of each row and its runners-up, as guesses.  # logits: [rows, columns]
 
-    A model that draws with the same noise is likely to draw one of them. The
-    draw is the argmax of log-probabilities plus Gumbel noise, which is −log of
-    the race's exponentials. The softmax of these sums (of the logits when
-    greedy) estimates how likely each token is to win for a similar model. Only
-    the likeliest ids are considered. `ids`: those of the columns, ascending; None: all.
+    A model that draws with the same noise is likely to draw one of them. The draw is the argmax of log-probabilities
+    plus Gumbel noise, which is −log of the race's exponentials. The softmax of these sums (of the logits when greedy)
+    estimates how likely each token is to win for a similar model. Only the likeliest ids are considered. `ids`: those
+    of the columns, ascending; None: all.
     """
     values, columns = _likeliest(logits)
     ids = columns if ids is None else ids[columns]

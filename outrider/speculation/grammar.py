@@ -1,8 +1,7 @@
 """Grammars of outputs: compiled for a vocabulary, and matched against a session's output.
 
-llguidance does the parsing. A verifier masks its target's logits, a drafter
-filters its guesses, a coordinator rejects grammars that do not compile. No
-torch: masks are numpy arrays.
+llguidance does the parsing. A verifier masks its target's logits, a drafter filters its guesses, a coordinator rejects
+grammars that do not compile. No torch: masks are numpy arrays.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ _ANY_OBJECT = '{"type": "object"}'
 class GrammarMatcher:
     """The state of one session's output in its grammar, after the committed tokens. Not thread-safe.
 
-    A mask depends only on the tokens before it, not on earlier queries: equal
-    outputs get equal masks on every service.
+    A mask depends only on the tokens before it, not on earlier queries: equal outputs get equal masks on every service.
     """
 
     def __init__(self, grammar: Grammar, start: Callable[[], LLMatcher], ends: Sequence[int], ignore_eos: bool) -> None:

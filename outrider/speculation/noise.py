@@ -1,9 +1,8 @@
 """Shared randomness: a number for (seed, use, position, id) that is the same on every machine.
 
-It is a counter-based 64-bit hash in integer arithmetic. CPU and GPU agree bit
-for bit, and no generator state has to be synchronised. `Use` separates draws
-that must be independent: coupled noise shared between drafter and target
-under the rejection rule would bias the text.
+It is a counter-based 64-bit hash in integer arithmetic. CPU and GPU agree bit for bit, and no generator state has to be
+synchronised. `Use` separates draws that must be independent: coupled noise shared between drafter and target under the
+rejection rule would bias the text.
 """
 
 from __future__ import annotations
@@ -121,11 +120,9 @@ class RaceWeights(Protocol):
 
     def peaks(self) -> torch.Tensor:
         """Return the highest weight of each block of BLOCK neighbouring columns.  # [rows, blocks]"""
-        ...
 
     def at(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Return single weights in double precision; the indices broadcast."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +151,10 @@ def block_peaks(values: torch.Tensor) -> torch.Tensor:
 def pruned_race(states: torch.Tensor, ids: torch.Tensor, weights: RaceWeights) -> torch.Tensor:
     """Draw from rows of many ids on a CPU: the winner of all, with logarithms only for columns that can win.
 
-    The columns of the heaviest blocks give an upper bound of the minimum. An
-    exponential is never below the uniform number u that it is computed from,
-    so a column with u above bound · weight cannot win. The weight is at most
-    its block's peak, so one integer comparison per hash excludes nearly all.
-    About BLOCK columns of a row are left, whatever the distribution.
-    A row without a finite positive weight gives column 0.
+    The columns of the heaviest blocks give an upper bound of the minimum. An exponential is never below the uniform
+    number u that it is computed from, so a column with u above bound · weight cannot win. The weight is at most its
+    block's peak, so one integer comparison per hash excludes nearly all. About BLOCK columns of a row are left,
+    whatever the distribution. A row without a finite positive weight gives column 0.
     """
     peaks = weights.peaks().to(torch.float64)
     rows = torch.arange(len(states))[:, None]

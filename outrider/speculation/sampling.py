@@ -1,11 +1,8 @@
 """The distribution that a request specifies, from logits: one definition for drafters and verifiers.
 
-The order is fixed: logit bias, penalties, grammar, temperature, top-k, top-p,
-min-p.
-A row's bits depend on that row alone: not on other rows, their number, or the
-width of a processor's vectors. Elementwise operations have this property. A
-sum has it only if its order is fixed, so no torch reduction that rounds is
-used here.
+The order is fixed: logit bias, penalties, grammar, temperature, top-k, top-p, min-p. A row's bits depend on that row
+alone: not on other rows, their number, or the width of a processor's vectors. Elementwise operations have this
+property. A sum has it only if its order is fixed, so no torch reduction that rounds is used here.
 """
 
 from __future__ import annotations

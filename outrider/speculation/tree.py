@@ -1,9 +1,8 @@
 """The guess tree of one session, rooted at the committed prefix.
 
-The verifier has one per session. Guesses arrive in any order and at any time.
-Tokens that were committed in the meantime are skipped, guesses that no longer
-match are pruned, and equal guesses share a node. A node is identified by its
-drafter (`source`) and the drafter's id for it.
+The verifier has one per session. Guesses arrive in any order and at any time. Tokens that were committed in the
+meantime are skipped, guesses that no longer match are pruned, and equal guesses share a node. A node is identified by
+its drafter (`source`) and the drafter's id for it.
 """
 
 from __future__ import annotations

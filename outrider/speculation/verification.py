@@ -1,8 +1,7 @@
 """Verification of a step's guesses: from the target's logits to accepted tokens and the target's own.
 
-All sessions of a step are verified together. Sessions with equal needs form a
-group, which takes a few operations whatever its size. A session's result does
-not depend on the others.
+All sessions of a step are verified together. Sessions with equal needs form a group, which takes a few operations
+whatever its size. A session's result does not depend on the others.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Fair shares of step time between tenants with few sessions and tenants with many.
 
-Every session in a step makes the step a little longer. Among tenants with
-similar numbers of sessions that is fair. A tenant with few sessions keeps its
-speed instead. Tenants with many get a small part of the verifier's time, as
-credit in milliseconds, and pay for the time that their tokens add to steps.
-Where more tokens take no more time, they pay nothing.
+Every session in a step makes the step a little longer. Among tenants with similar numbers of sessions that is fair. A
+tenant with few sessions keeps its speed instead. Tenants with many get a small part of the verifier's time, as credit
+in milliseconds, and pay for the time that their tokens add to steps. Where more tokens take no more time, they pay
+nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Request bodies of OpenAI's API, with common vLLM extensions and Outrider's own.
 
-An unsupported field that would change the answer is rejected by name; fields
-that only label a request are ignored.
+An unsupported field that would change the answer is rejected by name; fields that only label a request are ignored.
 """
 
 from __future__ import annotations

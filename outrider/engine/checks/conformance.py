@@ -1,8 +1,7 @@
 """The comparison of an engine's logits with the model's own eager forward, before the engine serves.
 
-Logits are compared in one pass, in pieces, token by token, as a tree, and with
-another session in the step. The text reaches past windows and chunks as far
-as about a second allows. Beyond that, each layer's mask rule is compared. An
+Logits are compared in one pass, in pieces, token by token, as a tree, and with another session in the step. The text
+reaches past windows and chunks as far as about a second allows. Beyond that, each layer's mask rule is compared. An
 engine that differs is refused with the reason.
 """
 

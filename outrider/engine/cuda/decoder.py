@@ -1,9 +1,8 @@
 """The forward pass of a model spec in torch, over keys and values in blocks; `CudaGraphEngine` decides its shapes.
 
-All sessions of a step share the products with the weights. Attention runs in
-groups: sessions of one padded shape, each with its own block table. Nothing
-here waits for the device or reads a number from it, so a CUDA graph can
-capture all of it.
+All sessions of a step share the products with the weights. Attention runs in groups: sessions of one padded shape, each
+with its own block table. Nothing here waits for the device or reads a number from it, so a CUDA graph can capture all
+of it.
 """
 
 from __future__ import annotations
@@ -283,8 +282,7 @@ def _capped(x: torch.Tensor, cap: float) -> torch.Tensor:
 def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Multiply weights [batch, tokens, context] by values [batch, context, dim], with a long context in splits.
 
-    The library assigns each small result to one processor, which would read a
-    whole context while the others are idle.
+    The library assigns each small result to one processor, which would read a whole context while the others are idle.
     """
     batch, tokens, context = weights.shape
     splits = min(context // _SPLIT_TOKENS, _SPLITS // batch)

@@ -1,11 +1,9 @@
 """The engine that runs a model spec in a few fixed shapes: on a CUDA device each shape is one captured graph.
 
-A step of few tokens takes a GPU less time than Python needs to launch its
-kernels one by one. Such a step is padded to a bucket (sessions, new tokens of
-each, tokens of context). A bucket's kernels are captured once and then
-launched together; the inputs go to the device in one copy. Steps of many
-tokens, such as prompts, run the same arithmetic without padding or capture. On
-a CPU nothing is captured; everything else is the same.
+A step of few tokens takes a GPU less time than Python needs to launch its kernels one by one. Such a step is padded to
+a bucket (sessions, new tokens of each, tokens of context). A bucket's kernels are captured once and then launched
+together; the inputs go to the device in one copy. Steps of many tokens, such as prompts, run the same arithmetic
+without padding or capture. On a CPU nothing is captured; everything else is the same.
 """
 
 from __future__ import annotations

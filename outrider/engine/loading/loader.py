@@ -1,8 +1,7 @@
 """Loading a model: locate its files, load them, select an engine, and run real steps before it serves.
 
-A model is named by a local directory, a GGUF file, a hub id, or `default`
-(see `outrider.models.hub`). Weights come from safetensors or GGUF only. No
-code from a model repository is ever run.
+A model is named by a local directory, a GGUF file, a hub id, or `default` (see `outrider.models.hub`). Weights come
+from safetensors or GGUF only. No code from a model repository is ever run.
 """
 
 from __future__ import annotations

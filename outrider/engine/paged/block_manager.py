@@ -1,8 +1,7 @@
 """Allocation of KV cache blocks: which block holds which tokens of which session.
 
-Bookkeeping only, no tensors. A block holds BLOCK_TOKENS tokens of one path
-from the start of a text. Its content depends on that path alone, so sessions
-with a common prefix share blocks. An indexed block is never written again: a
+Bookkeeping only, no tensors. A block holds BLOCK_TOKENS tokens of one path from the start of a text. Its content
+depends on that path alone, so sessions with a common prefix share blocks. An indexed block is never written again: a
 session that must write to it gets a copy.
 """
 

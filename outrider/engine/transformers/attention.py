@@ -1,13 +1,11 @@
 """Attention for a ragged step: the tokens of many sessions in one flat batch, without padding.
 
-It is registered with transformers under one name. Any model whose attention
-goes through the attention interface of transformers runs unchanged. The model
-passes queries, keys and values of all sessions at once. Keys and values go to
+It is registered with transformers under one name. Any model whose attention goes through the attention interface of
+transformers runs unchanged. The model passes queries, keys and values of all sessions at once. Keys and values go to
 their blocks, and each session's tokens attend to its own blocks only.
 
-A mask over the tokens of a step cannot express this, because the keys are in
-the cache. The model gets a placeholder for the rule that would make the mask
-(causal, sliding window, chunks), and attention applies the rule to the true
+A mask over the tokens of a step cannot express this, because the keys are in the cache. The model gets a placeholder
+for the rule that would make the mask (causal, sliding window, chunks), and attention applies the rule to the true
 positions. A mask from any other source is refused.
 """
 

@@ -1,9 +1,8 @@
 """Rotations (RoPE) that change for all positions once a step passes some length: longrope and dynamic scaling.
 
-Transformers selects their frequencies by the longest position of a step. Here
-a step holds many sessions and guesses, so another session or a guess would
-decide how a session's keys are rotated. Such a model is served up to the
-length at which its rotation changes, with the rotation that it has until then.
+Transformers selects their frequencies by the longest position of a step. Here a step holds many sessions and guesses,
+so another session or a guess would decide how a session's keys are rotated. Such a model is served up to the length at
+which its rotation changes, with the rotation that it has until then.
 """
 
 from __future__ import annotations

@@ -80,27 +80,22 @@ class Method(Protocol):
     @property
     def module(self) -> nn.Module:
         """Return the trained module; parameters that do not require gradients are constant."""
-        ...
 
     @property
     def shape(self) -> Mapping[str, Any]:
         """Return the drafter's shape, for the card."""
-        ...
 
     def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
         """Return the loss of a batch. `done` is the finished share of the training, from 0 to 1."""
-        ...
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Return the accepted length of the chain at each position that the target generated; −1 elsewhere.
 
         # [batch, places]
         """
-        ...
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights, for the drafter's folder."""
-        ...
 
 
 def sample_positions(batch: Batch, generator: torch.Generator, ahead: int = 0) -> torch.Tensor:
