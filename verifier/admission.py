@@ -47,25 +47,17 @@ class Admission:
         current = next((session for session in self.sessions() if session.id == opening.session_id), None)
         known = self._epochs.latest(opening.session_id, is_open=current is not None)
         if opening.epoch < known:
-            raise Fenced(
-                f"session {opening.session_id} is at epoch {known}",
-                field="open.epoch",
-                value=opening.epoch,
-                limit=f"at least {known}",
-            )
+            message = f"session {opening.session_id} is at epoch {known}"
+            raise Fenced(message, field="open.epoch", value=opening.epoch, limit=f"at least {known}")
         session = VerifySession(opening, self._target.info, self._target.device, guide)
         self._check_size(session)
         self._epochs.record(opening.session_id, opening.epoch)
         if current is not None:
             self.close(current, Fenced(f"session {current.id} was taken over by epoch {opening.epoch}"))
         if len(self._waiting) >= self._limits.max_waiting and not self._fits(session):
-            raise Overloaded(
-                f"{len(self.running)} sessions run and {len(self._waiting)} wait",
-                field="sessions",
-                value=len(self.running) + len(self._waiting),
-                limit=self._limits.max_sessions + self._limits.max_waiting,
-                retry_after_ms=_RETRY_AFTER_MS,
-            )
+            message = f"{len(self.running)} sessions run and {len(self._waiting)} wait"
+            held, limit = len(self.running) + len(self._waiting), self._limits.max_sessions + self._limits.max_waiting
+            raise Overloaded(message, field="sessions", value=held, limit=limit, retry_after_ms=_RETRY_AFTER_MS)
         self._waiting.append(session)
         self.admit_waiting()
         return session
@@ -97,13 +89,11 @@ class Admission:
         self._closed.clear()
 
     def _check_size(self, session: VerifySession) -> None:
-        if self._tokens_to_reserve(session) > self._limits.kv_tokens:
-            raise InvalidRequest.of(
-                "params.max_tokens",
-                session.params.max_tokens,
-                f"at most {max(0, self._limits.kv_tokens - session.prompt_length - self._limits.guess_rows)}: "
-                f"this verifier's cache holds {self._limits.kv_tokens} tokens",
-            )
+        most = self._limits.kv_tokens
+        if self._tokens_to_reserve(session) > most:
+            left = max(0, most - session.prompt_length - self._limits.guess_rows)
+            limit = f"at most {left}: this verifier's cache holds {most} tokens"
+            raise InvalidRequest.of("params.max_tokens", session.params.max_tokens, limit)
 
     def _fits(self, session: VerifySession) -> bool:
         return (

@@ -45,13 +45,9 @@ class ByteBudget:
             return
         if self._held + more > self.limit:
             self._trim_later()  # part of the request is in memory
-            raise Overloaded(
-                f"requests of {self._held} bytes are being read already",
-                field="request",
-                value=size,
-                limit=f"{self.limit} bytes of all requests together",
-                retry_after_ms=1000,
-            )
+            message = f"requests of {self._held} bytes are being read already"
+            limit = f"{self.limit} bytes of all requests together"
+            raise Overloaded(message, field="request", value=size, limit=limit, retry_after_ms=1000)
         share.held += more
         self._held += more
 

@@ -106,12 +106,9 @@ def _either(given: int | None, default: int) -> int:
 
 def _within(name: str, bucket: TokenBucket) -> None:
     if (wait_s := bucket.wait_s()) > 0:
-        raise Overloaded(
-            f"this key has used its {bucket.per_minute} {name.replace('_', ' ')}",
-            field=f"key.{name}",
-            limit=bucket.per_minute,
-            retry_after_ms=max(1, int(1000 * wait_s)),
-        )
+        message = f"this key has used its {bucket.per_minute} {name.replace('_', ' ')}"
+        wait_ms = max(1, int(1000 * wait_s))
+        raise Overloaded(message, field=f"key.{name}", limit=bucket.per_minute, retry_after_ms=wait_ms)
 
 
 def full(field: str, message: str, value: int, limit: int | str) -> Overloaded:

@@ -62,6 +62,5 @@ class EndedSessions:
 
 
 def _unknown(session_id: str) -> NotFound:
-    return NotFound(
-        f"there is no session {session_id!r}", field="session_id", value=session_id, limit="a session id from Started"
-    )
+    message, limit = f"there is no session {session_id!r}", "a session id from Started"
+    return NotFound(message, field="session_id", value=session_id, limit=limit)

@@ -49,12 +49,8 @@ class IdempotencyKeys:
             self._keys.popitem(last=False)
         known_id, _, known_digest = reserved.partition(" ")
         if known_digest != digest:
-            raise Conflict(
-                "this idempotency_key was used for another request",
-                field="idempotency_key",
-                value=key,
-                limit="a new key",
-            )
+            message = "this idempotency_key was used for another request"
+            raise Conflict(message, field="idempotency_key", value=key, limit="a new key")
         return known_id
 
 

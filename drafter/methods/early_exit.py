@@ -45,10 +45,6 @@ def _trained(settings: DrafterSettings, progress: Callable[[str], None]) -> Mode
     try:
         loaded = load_model(settings.target, options, progress, change=load_weights)
     except (KeyError, RuntimeError) as error:
-        raise StartupError(
-            f"drafter {folder} was trained for {card.target} and does not fit {settings.target}: {error}",
-            field="target",
-            value=settings.target,
-            limit=card.target,
-        ) from error
+        message = f"drafter {folder} was trained for {card.target} and does not fit {settings.target}: {error}"
+        raise StartupError(message, field="target", value=settings.target, limit=card.target) from error
     return ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, ids, card.target_lineage)

@@ -189,9 +189,8 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDra
 def load(settings: DrafterSettings, progress: Callable[[str], None]) -> tuple[ModelDrafter, LoadedModel]:
     """Load the model named by the settings, and build a drafter from it."""
     if not settings.model:
-        raise StartupError(
-            f"kind {settings.kind} needs --model", field="model", value="", limit="a directory, file or hub id"
-        )
+        limit = "a directory, file or hub id"
+        raise StartupError(f"kind {settings.kind} needs --model", field="model", value="", limit=limit)
     head_ids = read_vocabulary(settings.draft_vocabulary) if settings.draft_vocabulary else None
     loaded = load_model(settings.model, replace(EngineOptions.of(settings), head_ids=head_ids), progress)
     target_digest = cards.read_card(Path(settings.model)).target_lineage if cards.is_trained(settings.model) else ""
@@ -207,7 +206,6 @@ def read_vocabulary(path: str) -> tuple[int, ...]:
         if not all(type(token) is int for token in ids):
             raise ValueError("not all of them are whole numbers")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise StartupError(
-            f"cannot read ids from {path}: {error}", field="draft_vocabulary", value=path, limit="a JSON list of ids"
-        ) from error
+        message = f"cannot read ids from {path}: {error}"
+        raise StartupError(message, field="draft_vocabulary", value=path, limit="a JSON list of ids") from error
     return tuple(sorted(set(ids)))

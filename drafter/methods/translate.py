@@ -193,12 +193,8 @@ def load_target_tokenizer(name: str, progress: Callable[[str], None]) -> PreTrai
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise StartupError(
-            f"cannot load the target's tokenizer {name!r}: {error}",
-            field="target",
-            value=name,
-            limit="a directory, a hub id or 'default'",
-        ) from error
+        message, limit = f"cannot load the target's tokenizer {name!r}: {error}", "a directory, a hub id or 'default'"
+        raise StartupError(message, field="target", value=name, limit=limit) from error
     return tokenizer
 
 

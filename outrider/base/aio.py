@@ -36,12 +36,8 @@ async def first_message(stream: AsyncIterator[T], timeout_s: float, what: str) -
         async with asyncio.timeout(timeout_s):
             return await anext(stream)
     except TimeoutError as error:
-        raise Expired(
-            f"no message on the stream for {timeout_s:g} s; its first message must be {what}",
-            field="first message",
-            value="none",
-            limit=f"{timeout_s:g} s",
-        ) from error
+        message = f"no message on the stream for {timeout_s:g} s; its first message must be {what}"
+        raise Expired(message, field="first message", value="none", limit=f"{timeout_s:g} s") from error
     except StopAsyncIteration as error:
         raise InvalidRequest(f"the stream ended before its first message, {what}", field="first message") from error
 

@@ -20,11 +20,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     except Exception as error:
         if _is_full(error):
-            raise StartupError(
-                f"no room for {path}: {error}; free some space and repeat the command, which continues from there",
-                field="path",
-                value=str(path),
-            ) from error
+            message = f"no room for {path}: {error}; free some space and repeat the command, which continues from there"
+            raise StartupError(message, field="path", value=str(path)) from error
         raise
     finally:
         temporary.unlink(missing_ok=True)

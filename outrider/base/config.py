@@ -211,13 +211,9 @@ def require_keys_or_insecure(settings: Settings) -> None:
     field, keys = settings.own_key if asked is None else ("api_keys", asked)
     if is_loopback(settings.host) or keys.get_secret_value() or settings.tls_client_auth or settings.insecure:
         return
-    raise StartupError(
-        f"host is {settings.host} and there are no keys: every caller would be accepted; set {_flag(field)}, or "
-        "--insecure to allow that",
-        field=field,
-        value="empty",
-        limit="keys, or --insecure",
-    )
+    problem = f"host is {settings.host} and there are no keys: every caller would be accepted"
+    message = f"{problem}; set {_flag(field)}, or --insecure to allow that"
+    raise StartupError(message, field=field, value="empty", limit="keys, or --insecure")
 
 
 def flags(settings: Settings) -> list[str]:

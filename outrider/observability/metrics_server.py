@@ -44,12 +44,9 @@ class MetricsServer:
         try:
             server = _MetricsHttpServer(self._host, self._port, self._app, self._tls)
         except OSError as error:
-            raise StartupError(
-                f"cannot serve metrics on {self._host}:{self._port}: {error.strerror}; choose another --metrics-port",
-                field="metrics_port",
-                value=self._port,
-                limit="a free port",
-            ) from error
+            problem = f"cannot serve metrics on {self._host}:{self._port}: {error.strerror}"
+            message = f"{problem}; choose another --metrics-port"
+            raise StartupError(message, field="metrics_port", value=self._port, limit="a free port") from error
         thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
         thread.start()
         self._serving = server, thread

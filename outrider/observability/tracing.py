@@ -119,19 +119,11 @@ class _Exported(Tracing):
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
-            raise StartupError(
-                "--otlp-endpoint needs OpenTelemetry, which is not installed: pip install 'outrider[tracing]'",
-                field="otlp_endpoint",
-                value=endpoint,
-                limit="empty without OpenTelemetry",
-            ) from error
-        resource = Resource.create(
-            {
-                "service.name": f"outrider-{service}",
-                "service.namespace": "outrider",
-                "service.version": version("outrider"),
-            }
-        )
+            message = "--otlp-endpoint needs OpenTelemetry, which is not installed: pip install 'outrider[tracing]'"
+            limit = "empty without OpenTelemetry"
+            raise StartupError(message, field="otlp_endpoint", value=endpoint, limit=limit) from error
+        named = {"service.name": f"outrider-{service}", "service.namespace": "outrider"}
+        resource = Resource.create(named | {"service.version": version("outrider")})
         # `close` shuts down: at exit OpenTelemetry would wait half a minute for an unreachable collector.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=FLUSH_S)))

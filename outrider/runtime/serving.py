@@ -144,12 +144,8 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: Credentials
             return server.add_insecure_port(f"{host}:{port}")
         return server.add_secure_port(f"{host}:{port}", encrypted)
     except (RuntimeError, OSError) as error:
-        raise StartupError(
-            f"cannot listen on {host}:{port}: in use, or not an address of this machine; choose another --port",
-            field="port",
-            value=port,
-            limit="a free port",
-        ) from error
+        message = f"cannot listen on {host}:{port}: in use, or not an address of this machine; choose another --port"
+        raise StartupError(message, field="port", value=port, limit="a free port") from error
 
 
 async def _set_health(status: health.aio.HealthServicer, names: Iterable[str], *, serving: bool) -> None:

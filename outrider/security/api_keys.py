@@ -63,12 +63,9 @@ class ApiKeys:
         for number, entry in enumerate(entries, start=1):
             key, holder = _entry(entry, f"{field}: key {number} of {len(entries)}", field)
             if holders.setdefault(holder.id, holder) != holder:
-                raise StartupError(
-                    f"{field}: the keys named {holder.id} have different limits",
-                    field=field,
-                    value=holder.id,
-                    limit="the same limits for keys of one name",
-                )
+                message = f"{field}: the keys named {holder.id} have different limits"
+                limit = "the same limits for keys of one name"
+                raise StartupError(message, field=field, value=holder.id, limit=limit)
             keys[key] = holder
         return cls(keys, list(keys.values()))
 
@@ -154,16 +151,12 @@ def _entry(entry: str, where: str, field: str) -> tuple[str, Tenant]:
     """Read one key with its name and its limits."""
     name, separator, rest = entry.partition(": ")
     if separator and not _NAME.fullmatch(name):
-        raise StartupError(
-            f"{where} has an invalid name: 1 to 64 of A-Z a-z 0-9 . _ -, not beginning with key-",
-            field=field,
-            limit=_ENTRY,
-        )
+        message = f"{where} has an invalid name: 1 to 64 of A-Z a-z 0-9 . _ -, not beginning with key-"
+        raise StartupError(message, field=field, limit=_ENTRY)
     key, *more = (rest if separator else entry).split(" ")
     if not key or not (entry.isascii() and entry.isprintable()):
-        raise StartupError(
-            f"{where} is empty or has other characters than visible ASCII", field=field, limit="visible ASCII"
-        )
+        message = f"{where} is empty or has other characters than visible ASCII"
+        raise StartupError(message, field=field, limit="visible ASCII")
     return key, Tenant.of_key(key, name if separator else "", _limits([word for word in more if word], where, field))
 
 

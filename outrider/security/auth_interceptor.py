@@ -57,11 +57,5 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     async def _refuse(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
         log.debug("call rejected: API key not accepted", peer=context.peer())
         await asyncio.sleep(REFUSAL_S)
-        await abort(
-            context,
-            Unauthenticated(
-                f"a valid key is needed here, sent as '{HEADER}: Bearer KEY'",
-                field=HEADER,
-                limit="Bearer and a valid key",
-            ),
-        )
+        message = f"a valid key is needed here, sent as '{HEADER}: Bearer KEY'"
+        await abort(context, Unauthenticated(message, field=HEADER, limit="Bearer and a valid key"))

@@ -57,12 +57,9 @@ def checked_reader(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         try:
             request = decode(data)
         except DecodeError as error:
-            raise InvalidRequest(
-                f"the request is no valid message: {error}; text must be UTF-8",
-                field="request",
-                value=str(error),
-                limit="a protobuf message with UTF-8 text",
-            ) from error
+            message = f"the request is no valid message: {error}; text must be UTF-8"
+            limit = "a protobuf message with UTF-8 text"
+            raise InvalidRequest(message, field="request", value=str(error), limit=limit) from error
         check_fields(request)
         return request
 

@@ -63,20 +63,13 @@ class Tls:
         named = {"cert": settings.tls_cert, "key": settings.tls_key, "ca": settings.tls_ca}
         given = cls.load(**named, name=settings.tls_name)
         if given is not None and not given.cert:
-            raise StartupError(
-                "tls_ca is given without tls_cert and tls_key: this service would listen in plain text",
-                field="tls_cert",
-                limit="a file",
-            )
+            message = "tls_ca is given without tls_cert and tls_key: this service would listen in plain text"
+            raise StartupError(message, field="tls_cert", limit="a file")
         if not settings.tls_client_auth:
             return given
         if given is None or not given.ca:
-            raise StartupError(
-                "tls_client_auth needs tls_cert, tls_key and a tls_ca file, the authority of client certificates",
-                field="tls_ca",
-                value=settings.tls_ca,
-                limit="a file",
-            )
+            message = "tls_client_auth needs tls_cert, tls_key and a tls_ca file, the authority of client certificates"
+            raise StartupError(message, field="tls_ca", value=settings.tls_ca, limit="a file")
         asking = _context(settings.tls_cert, settings.tls_key)
         asking.verify_mode = ssl.CERT_REQUIRED
         _trust(asking, settings.tls_ca)
@@ -123,9 +116,8 @@ def certified_names(cert: str, key: str, ca: str) -> list[str]:
     shown: dict[str, Any] = calling.getpeercert() or {}
     found = sorted((kind, name) for kind, name in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address"))
     if not found:
-        raise StartupError(
-            f"tls_cert {cert} names no host (subjectAltName)", field="tls_cert", value=cert, limit="a host"
-        )
+        message = f"tls_cert {cert} names no host (subjectAltName)"
+        raise StartupError(message, field="tls_cert", value=cert, limit="a host")
     return [name for _, name in found]
 
 
@@ -141,9 +133,8 @@ def _read(field: str, path: str) -> bytes:
     try:
         return Path(path).expanduser().read_bytes()
     except OSError as error:
-        raise StartupError(
-            f"{field}: cannot read {path}: {error.strerror}", field=field, value=path, limit="a PEM file"
-        ) from error
+        message = f"{field}: cannot read {path}: {error.strerror}"
+        raise StartupError(message, field=field, value=path, limit="a PEM file") from error
 
 
 def _context(cert: str, key: str) -> ssl.SSLContext:
@@ -165,10 +156,8 @@ def _trust(context: ssl.SSLContext, path: str) -> None:
 
 
 def _refuse(field: str, path: str, what: str, error: Exception) -> NoReturn:
-    reason = getattr(error, "reason", None) or str(error)
-    raise StartupError(f"{what}: {reason}; files must be PEM, keys without a password", field=field, value=path) from (
-        error
-    )
+    message = f"{what}: {getattr(error, 'reason', None) or error}; files must be PEM, keys without a password"
+    raise StartupError(message, field=field, value=path) from error
 
 
 def _no_password() -> str:

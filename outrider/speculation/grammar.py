@@ -173,11 +173,9 @@ class GrammarMatcher:
         self._mask_s = max(self._mask_s, time.perf_counter() - started)
 
     def _failed(self, reason: str) -> InvalidRequest:
-        return InvalidRequest(
-            f"{self._grammar.field} failed after {len(self._committed)} tokens: {_plain(reason)}",
-            field=self._grammar.field,
-            value=self._grammar.text,
-        )
+        grammar = self._grammar
+        message = f"{grammar.field} failed after {len(self._committed)} tokens: {_plain(reason)}"
+        return InvalidRequest(message, field=grammar.field, value=grammar.text)
 
 
 class GrammarCompiler:
@@ -281,10 +279,8 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
 
 
 def _rejected(grammar: Grammar, reason: str) -> InvalidRequest:
-    reason = _plain(reason)
-    return InvalidRequest(
-        f"{grammar.field} does not compile: {reason}", field=grammar.field, value=grammar.text, limit=reason
-    )
+    reason, field = _plain(reason), grammar.field
+    return InvalidRequest(f"{field} does not compile: {reason}", field=field, value=grammar.text, limit=reason)
 
 
 def _plain(message: str) -> str:

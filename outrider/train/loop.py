@@ -134,11 +134,8 @@ class Training:
         self.tokens += int(batch.lengths.sum())
         value = loss.item()
         if not math.isfinite(value):
-            raise StartupError(
-                f"the loss became {value} at step {self.step}: try a lower --learning-rate",
-                field="learning_rate",
-                value=self._plan.learning_rate,
-            )
+            message = f"the loss became {value} at step {self.step}: try a lower --learning-rate"
+            raise StartupError(message, field="learning_rate", value=self._plan.learning_rate)
         return value
 
     def _schedule(self) -> float:
@@ -198,18 +195,12 @@ class Training:
             state = torch.load(self._path, map_location=self._device, weights_only=True)
             identity, weights = state["identity"], state["weights"]
         except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
-            raise StartupError(
-                f"the checkpoint {self._path} is damaged ({error}); start over with --restart",
-                field="out",
-                value=str(self._path),
-            ) from error
+            message = f"the checkpoint {self._path} is damaged ({error}); start over with --restart"
+            raise StartupError(message, field="out", value=str(self._path)) from error
         if identity != self._identity:
-            raise StartupError(
-                f"{self._path} belongs to a run with other data or settings; use the same ones to continue it, or "
-                "start over with --restart",
-                field="out",
-                value=str(self._path),
-            )
+            problem = f"{self._path} belongs to a run with other data or settings"
+            message = f"{problem}; use the same ones to continue it, or start over with --restart"
+            raise StartupError(message, field="out", value=str(self._path))
         with torch.no_grad():
             for name, weight in self._trained.items():
                 weight.copy_(weights[name])

@@ -67,11 +67,9 @@ class TrainingOrder:
         if self.method not in METHODS:
             raise StartupError.of("method", self.method, f"one of {', '.join(METHODS)}")
         if cards.is_trained(str(self.out)) and not self.restart and not (self.out / loop.CHECKPOINT).is_file():
-            raise StartupError(
-                f"{self.out} holds a trained drafter already; name another folder, or train it again with --restart",
-                field="out",
-                value=str(self.out),
-            )
+            problem = f"{self.out} holds a trained drafter already"
+            message = f"{problem}; name another folder, or train it again with --restart"
+            raise StartupError(message, field="out", value=str(self.out))
 
 
 class Watcher(Protocol):

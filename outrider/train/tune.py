@@ -68,9 +68,8 @@ def _lengths_by_layer(
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True)
     norm = getattr(model.base_model, "norm", None)
     if norm is None:
-        raise StartupError(
-            f"{type(model).__name__} has no final norm where it is expected: no early exit", field="target"
-        )
+        message = f"{type(model).__name__} has no final norm where it is expected: no early exit"
+        raise StartupError(message, field="target")
     target_weights = EmbeddingsAndHead.of(model)
     every = torch.arange(len(target_weights.head))
     found: list[list[torch.Tensor]] = []

@@ -193,7 +193,6 @@ def _cors(origins: list[str]) -> Middleware:
 def _key(request: Request) -> str:
     key = request.headers.get("idempotency-key", "")
     if not _KEY.fullmatch(key):
-        raise InvalidRequest.of(
-            "Idempotency-Key", ascii(key), f"at most {MAX_KEY_CHARACTERS} printable ASCII characters without spaces"
-        )
+        limit = f"at most {MAX_KEY_CHARACTERS} printable ASCII characters without spaces"
+        raise InvalidRequest.of("Idempotency-Key", ascii(key), limit)
     return key

@@ -81,9 +81,8 @@ async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
     """Return the body of a request, as the first of these kinds that has all of its required fields."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
-        raise HTTPException(
-            _UNSUPPORTED_MEDIA, f"Content-Type is {shorten(media) or 'absent'}, must be application/json"
-        )
+        message = f"Content-Type is {shorten(media) or 'absent'}, must be application/json"
+        raise HTTPException(_UNSUPPORTED_MEDIA, message)
     try:
         data = from_json(await request.body(), allow_inf_nan=False, cache_strings=False)
     except ValueError as error:

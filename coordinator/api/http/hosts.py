@@ -56,9 +56,8 @@ class RequestChecks:
         host = headers.get("host", "")
         if ANY not in self._hosts and _name(host) not in self._hosts:
             message = f"Host {shorten(repr(host))} is not served here; --allowed-hosts names further ones"
-            return InvalidRequest(
-                message, field="Host", value=host, limit=", ".join(sorted(self._hosts - {""}))
-            ), _FORBIDDEN
+            served = ", ".join(sorted(self._hosts - {""}))
+            return InvalidRequest(message, field="Host", value=host, limit=served), _FORBIDDEN
         origin = headers.get("origin")
         if method in _SAFE or origin is None or ANY in self._origins or origin in self._origins:
             return None

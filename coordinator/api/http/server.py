@@ -97,11 +97,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise StartupError(
-            f"cannot listen for HTTP on {host}:{port}: {error.strerror}; choose another --http-port, or -1 for none",
-            field="http_port",
-            value=port,
-            limit="a free port",
-        ) from error
+        problem = f"cannot listen for HTTP on {host}:{port}: {error.strerror}"
+        message = f"{problem}; choose another --http-port, or -1 for none"
+        raise StartupError(message, field="http_port", value=port, limit="a free port") from error
     listener.setblocking(False)
     return listener

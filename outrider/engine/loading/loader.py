@@ -138,12 +138,10 @@ def reduce_head(model: PreTrainedModel, ids: tuple[int, ...], fingerprint: str) 
     """
     head = model.get_output_embeddings()
     if not ids or len(set(ids)) < len(ids) or not 0 <= min(ids) <= max(ids) < head.weight.shape[0]:
-        raise StartupError(
-            "the draft vocabulary does not fit the model",
-            field="draft_vocabulary",
-            value=f"{len(ids)} ids, {min(ids, default=0)} to {max(ids, default=0)}",
-            limit=f"ids in [0, {head.weight.shape[0] - 1}], each once",
-        )
+        given = f"{len(ids)} ids, {min(ids, default=0)} to {max(ids, default=0)}"
+        limit = f"ids in [0, {head.weight.shape[0] - 1}], each once"
+        message = "the draft vocabulary does not fit the model"
+        raise StartupError(message, field="draft_vocabulary", value=given, limit=limit)
     chosen = torch.tensor(ids, device=head.weight.device)
     smaller = torch.nn.Linear(head.in_features, len(ids), bias=head.bias is not None, device="meta")
     rows = quantized_rows(head)
@@ -164,6 +162,5 @@ def warm_up(engine: Engine) -> None:
     engine.compact(session, length, [1])
     engine.free(session)
     if not bool(torch.isfinite(logits.float()).all()):
-        raise ModelMismatch(
-            "the model answers NaN or infinity; try another dtype", field="dtype", value=engine.info.dtype
-        )
+        message = "the model answers NaN or infinity; try another dtype"
+        raise ModelMismatch(message, field="dtype", value=engine.info.dtype)

@@ -111,22 +111,15 @@ def _select(candidate: _Candidate) -> tuple[str, PagedEngine]:
             return name, _MAKERS[name](candidate)
         except (UnsupportedModel, NoCompiler) as reason:
             if wanted != "auto":
-                raise StartupError(
-                    f"engine {wanted} cannot run {candidate.info.name}: {reason}",
-                    field="engine",
-                    value=wanted,
-                    limit="auto or transformers here",
-                ) from reason
+                message = f"engine {wanted} cannot run {candidate.info.name}: {reason}"
+                limit = "auto or transformers here"
+                raise StartupError(message, field="engine", value=wanted, limit=limit) from reason
             progress(f"engine {name} not usable, running through transformers, slower: {reason}")
             if any(hasattr(weight, "quantized") for weight in candidate.model.parameters()):
                 raise  # it does not read blocks
     if options.quantization != "none":
-        raise StartupError(
-            f"{options.quantization} needs engine native, which cannot run this model, device or machine",
-            field="quantization",
-            value=options.quantization,
-            limit="none here",
-        )
+        message = f"{options.quantization} needs engine native, which cannot run this model, device or machine"
+        raise StartupError(message, field="quantization", value=options.quantization, limit="none here")
     return "transformers", _transformers_engine(candidate)
 
 
@@ -147,20 +140,16 @@ def _native_engine(candidate: _Candidate) -> NativeEngine:
     with torch.inference_mode():
         spec = build_spec(model)
         candidate.progress("preparing kernels")
+        exact = options.dtype == "float32"
         engine = NativeEngine(
-            spec,
-            candidate.info,
-            **candidate.cache,
-            weights=weights,
-            threads=options.threads,
-            exact=options.dtype == "float32",
+            spec, candidate.info, **candidate.cache, weights=weights, threads=options.threads, exact=exact
         )
         if candidate.passed:
             candidate.progress("start-up check skipped: passed before with these kernels on this processor")
         else:
             _check_spec(model, spec, engine, weights)
             _keep(candidate)
-        auto = torch.bfloat16 if engine.reduced and options.dtype != "float32" else torch.float32
+        auto = torch.bfloat16 if engine.reduced and not exact else torch.float32
         engine.use_cache(DTYPES.get(options.kv_dtype, auto))
     detach_rows(model, dequantize)
     _drop_weights(model, spec)

@@ -129,10 +129,5 @@ class BlockManager:
             table.indexed.append(self.pool.enter((table.last_entry, part), table.blocks[index]))
 
     def _full(self) -> Overloaded:
-        limit = self.pool.num_blocks * BLOCK_TOKENS
-        return Overloaded(
-            f"the cache of {limit} tokens is full",
-            field="kv_tokens",
-            value=self.pool.num_used * BLOCK_TOKENS,
-            limit=limit,
-        )
+        used, limit = self.pool.num_used * BLOCK_TOKENS, self.pool.num_blocks * BLOCK_TOKENS
+        return Overloaded(f"the cache of {limit} tokens is full", field="kv_tokens", value=used, limit=limit)

@@ -85,22 +85,15 @@ class RankGroup:
         except (OSError, ValueError, KeyError):
             return  # loading fails with the reason
         if not config.base_model_tp_plan:
-            raise StartupError(
-                f"transformers has no plan to split {config.model_type} models: tensor_parallel is {self.size}, "
-                "must be 1 for this target",
-                field="tensor_parallel",
-                value=self.size,
-                limit=1,
-            )
+            problem = f"transformers has no plan to split {config.model_type} models"
+            message = f"{problem}: tensor_parallel is {self.size}, must be 1 for this target"
+            raise StartupError(message, field="tensor_parallel", value=self.size, limit=1)
         for field in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(config, field, None)
             if isinstance(heads, int) and heads % self.size:
-                raise StartupError(
-                    f"tensor_parallel is {self.size}, must divide the {heads} {field} of {name}",
-                    field="tensor_parallel",
-                    value=self.size,
-                    limit=f"a divisor of {heads}",
-                )
+                message = f"tensor_parallel is {self.size}, must divide the {heads} {field} of {name}"
+                limit = f"a divisor of {heads}"
+                raise StartupError(message, field="tensor_parallel", value=self.size, limit=limit)
 
     def broadcast(self, commands: Sequence[Command]) -> None:
         """Send commands from rank 0 to all others."""

@@ -104,9 +104,8 @@ class RaggedStep:
         if layer in self.rules:
             raise ModelMismatch(f"layer {layer} attends twice in one step", field="target")
         if keys != len(self.slots):
-            raise ModelMismatch(
-                f"layer {layer} attends to {keys} keys in a step of {len(self.slots)} tokens", field="target"
-            )
+            message = f"layer {layer} attends to {keys} keys in a step of {len(self.slots)} tokens"
+            raise ModelMismatch(message, field="target")
         self.rules[layer] = rule = self._rule(layer, mask, window)
         return rule
 

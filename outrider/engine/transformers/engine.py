@@ -55,12 +55,9 @@ class TransformersEngine(PagedEngine):
             self._hooks.end()
         self.rules = ragged.rules
         if len(ragged.rules) != self._layers:
-            raise ModelMismatch(
-                f"{self.info.architecture} ran {len(ragged.rules)} of {self._layers} layers through the attention "
-                "interface: it keeps state that Outrider cannot roll back",
-                field="target",
-                value=self.info.name,
-            )
+            ran = f"{self.info.architecture} ran {len(ragged.rules)} of {self._layers} layers"
+            message = f"{ran} through the attention interface: it keeps state that Outrider cannot roll back"
+            raise ModelMismatch(message, field="target", value=self.info.name)
         hidden = self._hooks.take(step.layers, outputs, selected=self._selects_logits)
         return logits if self._selects_logits else logits[outputs], hidden
 

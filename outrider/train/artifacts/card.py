@@ -21,6 +21,7 @@ from outrider.protocol.fleet import ModelInfo
 
 WEIGHTS = "weights.safetensors"
 _FORMAT = 1
+_MADE = "a folder made by `outrider train`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,8 @@ class Card:
     def check_target(self, folder: Path, target: str, ends_digest: str) -> None:
         """Raise StartupError for a target other than the drafter's."""
         if ends_digest != self.ends_digest:
-            raise StartupError(
-                f"the drafter in {folder} was trained for {self.target}, not for {target}; use `outrider train`",
-                field="target",
-                value=target,
-                limit=self.target,
-            )
+            message = f"the drafter in {folder} was trained for {self.target}, not for {target}; use `outrider train`"
+            raise StartupError(message, field="target", value=target, limit=self.target)
 
     def info(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> ModelInfo:
         """Return the description that the drafter publishes."""
@@ -82,12 +79,8 @@ def locate(name: str, method: str) -> Path:
         (path.parent for path in sorted(bundled.glob(f"*/{CARD}")) if read_card(path.parent).method == method), None
     )
     if folder is None:
-        raise StartupError(
-            f"kind {method} needs --model: no drafter of that kind comes with Outrider",
-            field="model",
-            value=name,
-            limit="a folder made by `outrider train`",
-        )
+        message = f"kind {method} needs --model: no drafter of that kind comes with Outrider"
+        raise StartupError(message, field="model", value=name, limit=_MADE)
     return folder
 
 
@@ -110,12 +103,8 @@ def load(folder: Path, method: str) -> tuple[Card, dict[str, torch.Tensor]]:
 def read_card(folder: Path) -> Card:
     """Read the card of a trained drafter. Raises StartupError if it is missing, damaged or of another format."""
     if not (folder / CARD).is_file():
-        raise StartupError(
-            f"{folder} holds no trained drafter: no {CARD}",
-            field="model",
-            value=str(folder),
-            limit="a folder made by `outrider train`",
-        )
+        message = f"{folder} holds no trained drafter: no {CARD}"
+        raise StartupError(message, field="model", value=str(folder), limit=_MADE)
     try:
         card = Card(**json.loads((folder / CARD).read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -126,8 +115,5 @@ def read_card(folder: Path) -> Card:
 
 
 def _damaged(folder: Path, error: Exception) -> StartupError:
-    return StartupError(
-        f"the drafter in {folder} is damaged ({error}); train or download it again",
-        field="model",
-        value=str(folder),
-    )
+    message = f"the drafter in {folder} is damaged ({error}); train or download it again"
+    return StartupError(message, field="model", value=str(folder))

@@ -88,9 +88,8 @@ def read_embeddings_and_head(target: str, progress: Callable[[str], None]) -> Em
         rows = rows_in_file(path, model)
         read = {name: rows[name].dequantize() if rows else _read(path, name) for name in names if name}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise StartupError(
-            f"cannot read the embeddings of {target!r}: {error}", field="target", value=target, limit="safetensors"
-        ) from error
+        message = f"cannot read the embeddings of {target!r}: {error}"
+        raise StartupError(message, field="target", value=target, limit="safetensors") from error
     return EmbeddingsAndHead(
         read[embeddings].float(), read[head].float(), read[bias].float() if bias in read else None, _softcap(config)
     )
