@@ -28,32 +28,6 @@ if TYPE_CHECKING:
     from outrider.protocol.statistics import DrafterStats, GenerationStats, PlanStats, ServerInfo
     from outrider.security.tls import Tls
 
-# Loaded on first use: `import outrider.protocol` must load neither gRPC nor torch.
-_HOMES = {
-    "outrider.client.aio": ("AsyncClient",),
-    "outrider.client.events": ("Finished", "Generation", "Options", "Reply", "Started", "Tokens"),
-    "outrider.client.sync": ("DEFAULT_ENDPOINT", "Client"),
-    "outrider.protocol.errors": (
-        "Conflict",
-        "Expired",
-        "Fenced",
-        "InvalidRequest",
-        "ModelMismatch",
-        "NotFound",
-        "OutriderError",
-        "Overloaded",
-        "PeerLost",
-        "StartupError",
-        "Unauthenticated",
-        "Unavailable",
-    ),
-    "outrider.protocol.sampling_params": ("Grammar", "SamplingParams", "Verification"),
-    "outrider.protocol.speculation": ("FinishReason", "TokenKind", "TokenLogprobs"),
-    "outrider.protocol.statistics": ("DrafterStats", "GenerationStats", "PlanStats", "ServerInfo"),
-    "outrider.security.tls": ("Tls",),
-}
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-
 __all__ = [
     "DEFAULT_ENDPOINT",
     "AsyncClient",
@@ -88,6 +62,19 @@ __all__ = [
     "Unavailable",
     "Verification",
 ]
+
+# Loaded on first use: `import outrider.protocol` must load neither gRPC nor torch.
+_HOMES = {
+    "outrider.client.aio": ("AsyncClient",),
+    "outrider.client.events": ("Finished", "Generation", "Options", "Reply", "Started", "Tokens"),
+    "outrider.client.sync": ("DEFAULT_ENDPOINT", "Client"),
+    "outrider.protocol.sampling_params": ("Grammar", "SamplingParams", "Verification"),
+    "outrider.protocol.speculation": ("FinishReason", "TokenKind", "TokenLogprobs"),
+    "outrider.protocol.statistics": ("DrafterStats", "GenerationStats", "PlanStats", "ServerInfo"),
+    "outrider.security.tls": ("Tls",),
+}
+_HOME_OF = dict.fromkeys(__all__, "outrider.protocol.errors")  # of all others
+_HOME_OF |= {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
