@@ -130,24 +130,13 @@ def reply_from_proto(reply: pb.GenerateReply) -> Reply:
         return Started(started.session_id, started.seed, started.prompt_tokens, started.model)
     if kind == "chunk":
         chunk = reply.chunk
-        return Tokens(
-            chunk.position,
-            chunk.text,
-            tuple(chunk.token_ids),
-            tuple(TokenKind(value) for value in chunk.kinds),
-            tuple(chunk.characters),
-            tuple(convert.logprobs_from_proto(entry) for entry in chunk.logprobs),
-        )
+        kinds, logprobs = map(TokenKind, chunk.kinds), map(convert.logprobs_from_proto, chunk.logprobs)
+        per_token = (tuple(chunk.token_ids), tuple(kinds), tuple(chunk.characters), tuple(logprobs))
+        return Tokens(chunk.position, chunk.text, *per_token)
     if kind == "error":
         raise convert.error_from_proto(reply.error)
     if kind != "complete":
         raise OutriderError(f"unknown message from the coordinator: {kind}")
-    complete = reply.complete
-    return Finished(
-        complete.text,
-        FinishReason(complete.finish_reason),
-        complete.stop,
-        complete.prompt_tokens,
-        complete.output_tokens,
-        convert.stats_from_proto(complete.stats),
-    )
+    end = reply.complete
+    reason, stats = FinishReason(end.finish_reason), convert.stats_from_proto(end.stats)
+    return Finished(end.text, reason, end.stop, end.prompt_tokens, end.output_tokens, stats)

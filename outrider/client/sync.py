@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Self, Unpack
 
 from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, collect, make_request
@@ -48,9 +47,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -86,9 +83,8 @@ class Client:
 
     def server(self) -> ServerInfo:
         with outrider_errors():
-            return convert.server_info_from_proto(
-                self._stub().GetServerInfo(pb.GetServerInfoRequest(), timeout=SHORT_S)
-            )
+            info = self._stub().GetServerInfo(pb.GetServerInfoRequest(), timeout=SHORT_S)
+        return convert.server_info_from_proto(info)
 
     def _stub(self) -> rpc.OutriderStub:
         return rpc.OutriderStub(self._channels[self._endpoint_rotation.present])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 import structlog
@@ -40,27 +39,13 @@ class StreamSpan:
         log.debug("session opened", hop=self._name)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         mean_step_ms = self._step_us / 1000 / max(1, self._steps)
+        failure = {}
         if isinstance(error, OutriderError):
             self._span.failed(error.message)
-        self._span.set(
-            {
-                "outrider.steps": self._steps,
-                "outrider.tokens": self._tokens,
-                "outrider.mean_step_ms": mean_step_ms,
-                "outrider.cached_tokens": self._cached_tokens,
-            }
-        )
+            failure = {"error": error.message}
+        counts = {"steps": self._steps, "tokens": self._tokens, "cached_tokens": self._cached_tokens}
+        self._span.set({f"outrider.{name}": value for name, value in (counts | {"mean_step_ms": mean_step_ms}).items()})
         self._span.end()
-        log.debug(
-            "session ended",
-            hop=self._name,
-            steps=self._steps,
-            tokens=self._tokens,
-            mean_step_ms=round(mean_step_ms, 3),
-            cached_tokens=self._cached_tokens,
-            **({"error": error.message} if isinstance(error, OutriderError) else {}),
-        )
+        log.debug("session ended", hop=self._name, **counts, mean_step_ms=round(mean_step_ms, 3), **failure)

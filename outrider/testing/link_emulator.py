@@ -17,7 +17,6 @@ import signal
 import socket
 import struct
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Annotated, Self
 
 import typer
@@ -86,9 +85,7 @@ class EmulatedLink:
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
         tasks = [pipe.task for pipe in self._pipes]
