@@ -60,15 +60,8 @@ class DraftRequest:
         known = self.open_guess
         first = len(known.tokens)
         new_parents = (known.tip, *range(first, first + len(tokens) - 1))[: len(tokens)]
-        return Guess(
-            self.committed,
-            0,
-            0,
-            (*known.tokens, *tokens),
-            (*known.draft_probs, *draft_probs),
-            parents=(*known.shape.parents, *new_parents),
-            done=done,
-        )
+        probs, parents = (*known.draft_probs, *draft_probs), (*known.shape.parents, *new_parents)
+        return Guess(self.committed, 0, 0, (*known.tokens, *tokens), probs, parents=parents, done=done)
 
     def new_tokens(self, guess: Guess) -> tuple[int, ...]:
         """Return the tokens of a guess that were not open."""

@@ -98,9 +98,8 @@ class SuffixDrafter:
     needs_hidden_states = False
 
     def __init__(self, shared_tokens: int, factor: float, certainty: float) -> None:
-        self.info = ModelInfo(
-            name="suffix", fingerprint=f"suffix-{shared_tokens}-{factor:g}-{certainty:g}", architecture="none"
-        )
+        fingerprint = f"suffix-{shared_tokens}-{factor:g}-{certainty:g}"
+        self.info = ModelInfo(name="suffix", fingerprint=fingerprint, architecture="none")
         self.vocabulary: Vocabulary | None = None
         self._shared_tokens = shared_tokens
         self._factor = factor

@@ -210,13 +210,8 @@ class Automaton:
 
         Most of the time is spent here, so names are local.
         """
-        counts, followed, best, link, target = (
-            self._count,
-            self._followed,
-            self._best,
-            self._link,
-            self._transitions.target,
-        )
+        counts, followed, best = self._count, self._followed, self._best
+        link, target = self._link, self._transitions.target
         steps = 0
         state = self._tip
         while state != ROOT:

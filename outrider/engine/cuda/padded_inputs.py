@@ -28,12 +28,8 @@ class GraphShape:
     def of(cls, segments: Sequence[Segment], layers: tuple[int, ...] = ()) -> GraphShape:
         """Return the smallest shape that holds the segments."""
         tokens = _power_of_two(max(segment.count for segment in segments))
-        return cls(
-            _power_of_two(len(segments)),
-            tokens,
-            _power_of_two(max(_MIN_CONTEXT, *(segment.base + tokens for segment in segments))),
-            layers,
-        )
+        context = _power_of_two(max(_MIN_CONTEXT, *(segment.base + tokens for segment in segments)))
+        return cls(_power_of_two(len(segments)), tokens, context, layers)
 
     @property
     def all_tokens(self) -> int:
@@ -78,16 +74,9 @@ class PaddedInputs:
 
     def group(self, first: int) -> SessionGroup:
         """Return the sessions as a group whose tokens begin at `first`."""
-        inputs = self._inputs
-        return SessionGroup(
-            first,
-            self.shape.sessions,
-            self.shape.tokens,
-            table=inputs.table.view(-1),
-            base=inputs.base,
-            positions=inputs.positions,
-            mask=inputs.mask,
-        )
+        shape, inputs = self.shape, self._inputs
+        table = inputs.table.view(-1)
+        return SessionGroup(first, shape.sessions, shape.tokens, table, inputs.base, inputs.positions, inputs.mask)
 
     def send(self, segments: Sequence[Segment]) -> None:
         """Fill in the inputs of these segments, and copy them to the device."""

@@ -37,17 +37,8 @@ class Segment:
             paths = TreeShape(tuple(new.parents)).paths
             positions = [base + len(path) - 1 for path in paths]
             mask = _tree_mask(paths)
-        return cls(
-            start=start,
-            tokens=new.tokens,
-            count=len(new.tokens),
-            base=base,
-            blocks=blocks,
-            positions=positions,
-            mask=mask,
-            logits_from=new.logits_from,
-            hidden_from=new.hidden_from,
-        )
+        count = len(new.tokens)
+        return cls(start, new.tokens, count, base, blocks, positions, mask, new.logits_from, new.hidden_from)
 
     @property
     def end(self) -> int:
