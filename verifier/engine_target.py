@@ -85,9 +85,8 @@ class EngineTarget:
                 failed[index] = error
         blocks = [batch[index].block for index in sessions]
         firsts = list(accumulate(computed.counts, initial=0))
-        found = verify_batch(
-            computed.all_logits, blocks, list(sessions.values()), [firsts[index] for index in sessions]
-        )
+        rows = [firsts[index] for index in sessions]
+        found = verify_batch(computed.all_logits, blocks, list(sessions.values()), rows)
         verified = dict(zip(sessions, found, strict=True))
         sent: list[SentRows] = [{} for _ in batch]
         if any(map(len, computed.hidden_states)):

@@ -22,12 +22,9 @@ def connect_gauges(sessions: SessionManager) -> None:
     metrics.waiting_by_class.source = lambda: _waiting(sessions.live)
     metrics.workers.source = lambda: _workers(worker_pool)
     metrics.violations.source = lambda: [((_role(role),), worker_pool.shunned.violations[role]) for role in Role]
-    metrics.round_trips.source = lambda: [
-        (_name(connection), connection.round_trip_ms / 1000) for connection in worker_pool.connections()
-    ]
-    metrics.worker_sessions.source = lambda: [
-        (_name(connection), connection.sessions) for connection in worker_pool.connections()
-    ]
+    workers = worker_pool.connections
+    metrics.round_trips.source = lambda: [(_name(worker), worker.round_trip_ms / 1000) for worker in workers()]
+    metrics.worker_sessions.source = lambda: [(_name(worker), worker.sessions) for worker in workers()]
     metrics.redis_up.source = lambda: [((), float(sessions.store.up))]
     metrics.unwritten.source = lambda: [((), sessions.write_behind.unwritten)]
 
@@ -35,9 +32,8 @@ def connect_gauges(sessions: SessionManager) -> None:
 def _sessions(sessions: Iterable[Session], worker_pool: WorkerPool, *, waiting: bool) -> GaugeValues:
     """Return the number of sessions by model, with 0 for a target that has none."""
     counts = Counter({target.info.name: 0 for target in worker_pool.targets})
-    counts.update(
-        session.target.info.name for session in sessions if not session.ended and session.stats.waiting is waiting
-    )
+    counted = (session for session in sessions if not session.ended and session.stats.waiting is waiting)
+    counts.update(session.target.info.name for session in counted)
     return [((model,), count) for model, count in counts.items()]
 
 

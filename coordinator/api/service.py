@@ -157,14 +157,10 @@ class CoordinatorService(rpc.OutriderServicer):
         assert record.request.params.seed is not None
         with self.sessions.followed(session):
             await session.opened()
-            yield pb.GenerateReply(
-                started=pb.Started(
-                    session_id=record.session_id,
-                    seed=record.request.params.seed,
-                    prompt_tokens=len(record.request.prompt),
-                    model=session.target.info.name,
-                )
-            )
+            named = {"session_id": record.session_id, "model": session.target.info.name}
+            prompt_tokens = len(record.request.prompt)
+            started = pb.Started(**named, seed=record.request.params.seed, prompt_tokens=prompt_tokens)
+            yield pb.GenerateReply(started=started)
             async with contextlib.aclosing(follow([session.output], start)) as updates:
                 async for _, position, tokens in updates:
                     if tokens:

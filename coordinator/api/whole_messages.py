@@ -49,9 +49,8 @@ class WholeMessages(grpc.aio.ServerInterceptor):
             return handler
         # Health needs no key: large messages are not read there.
         behaviour = self._reading(handler, large=service != health.SERVICE_NAME)
-        return grpc.stream_stream_rpc_method_handler(
-            behaviour, handler.request_deserializer, handler.response_serializer
-        )
+        read, write = handler.request_deserializer, handler.response_serializer
+        return grpc.stream_stream_rpc_method_handler(behaviour, read, write)
 
     def _reading(self, handler: Any, *, large: bool) -> Callable[..., AsyncIterator[Any]]:
         async def behaviour(requests: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:

@@ -108,9 +108,8 @@ class Store:
     async def cancel(self, session_id: str, tenant: str = "") -> bool | None:
         """Cancel a session; return whether it was running, or None if the tenant has no such session."""
         async with self.connection.calling():
-            reply = int(
-                await self._cancel(keys=_session_keys(session_id)[:1], args=[int(FinishReason.CANCELLED), tenant])
-            )
+            finish = int(FinishReason.CANCELLED)
+            reply = int(await self._cancel(keys=_session_keys(session_id)[:1], args=[finish, tenant]))
         if reply < -1:
             with self.connection.validating("session"):
                 raise Unreadable("session: another shape than a coordinator writes")

@@ -134,11 +134,7 @@ class WriteBehind:
             entry.known, entry.durable = True, end
             entry.finish_written = finished
         else:
-            log.info(
-                "session lost by redis, writing it again",
-                session_id=record.session_id,
-                request_id=entry.request_id,
-                answer=answer,
-            )
+            named = {"session_id": record.session_id, "request_id": entry.request_id}
+            log.info("session lost by redis, writing it again", **named, answer=answer)
             entry.known, entry.durable = False, 0
         return True

@@ -8,15 +8,10 @@ from typing import Any
 from outrider.base.config import Settings
 
 KEEPALIVE_MS = 30_000
-
 KEEPALIVE_TIMEOUT_MS = 10_000
-
 IDLE_MS = 120_000  # without a call; clients reconnect by themselves
-
 _OWN_DESCRIPTORS = 64  # for files, Redis and the like
-
 _MIB = 1024 * 1024
-
 MAX_MESSAGE_BYTES = 32 * _MIB  # of a client
 
 # Only bit 0, no compression. gRPC checks a message's size after inflating it, so a megabyte could become a gigabyte.

@@ -91,12 +91,9 @@ def _redirect_libraries(
     handler = logging.StreamHandler(stream)
     handler.addFilter(_without_peer_traceback)
     handler.addFilter(repeats.filter)
-    handler.setFormatter(
-        ProcessorFormatter(
-            foreign_pre_chain=[structlog.stdlib.add_logger_name, *processors],
-            processors=[ProcessorFormatter.remove_processors_meta, renderer],
-        )
-    )
+    foreign = [structlog.stdlib.add_logger_name, *processors]
+    own = [ProcessorFormatter.remove_processors_meta, renderer]
+    handler.setFormatter(ProcessorFormatter(foreign_pre_chain=foreign, processors=own))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(True)
     for logger in list(logging.root.manager.loggerDict.values()):

@@ -11,20 +11,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Only plain data files are sent, never code.
-FILES = frozenset(
-    {
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-        "vocab.json",
-        "merges.txt",
-        "vocab.txt",
-        "tokenizer.model",
-        "spiece.model",
-    }
-)
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+_OTHERS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+FILES = frozenset({*_VOCABULARIES, *_OTHERS})
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, into: Path) -> dict[str, Path]:

@@ -97,11 +97,6 @@ class RegistrationClient:
     async def _vocabulary_chunks(self) -> AsyncIterator[pb.RegisterRequest]:
         tokens = self._vocabulary.tokens if self._vocabulary else ()
         for first in range(0, max(1, len(tokens)), _VOCABULARY_CHUNK):
-            part = tokens[first : first + _VOCABULARY_CHUNK]
-            yield pb.RegisterRequest(
-                vocabulary=pb.Vocabulary(
-                    first_id=first,
-                    tokens=[token.encode("utf-8", "surrogatepass") for token in part],
-                    last=first + len(part) >= len(tokens),
-                )
-            )
+            part = [token.encode("utf-8", "surrogatepass") for token in tokens[first : first + _VOCABULARY_CHUNK]]
+            vocabulary = pb.Vocabulary(first_id=first, tokens=part, last=first + len(part) >= len(tokens))
+            yield pb.RegisterRequest(vocabulary=vocabulary)

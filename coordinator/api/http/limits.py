@@ -158,8 +158,7 @@ def _refuse(error: TimeoutError | Overloaded) -> Response:
     if isinstance(error, Overloaded):
         reply = respond(error, _UNAVAILABLE)
     else:
-        reply = respond(
-            Expired(f"the body arrived slower than {_MIN_BYTES_PER_S} bytes a second", field="body"), _TOO_SLOW
-        )
+        slow = Expired(f"the body arrived slower than {_MIN_BYTES_PER_S} bytes a second", field="body")
+        reply = respond(slow, _TOO_SLOW)
     reply.headers["Connection"] = "close"  # the rest of the body would be read as a request
     return reply
