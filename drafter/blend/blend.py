@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from drafter.blend.accuracy import AccuracyTracker, Rate, Record
-from drafter.blend.branch import join, proposed_branch
+from drafter.blend.branch import join
 from drafter.blend.round_estimate import RoundEstimate, full_acceptance_probability
 from drafter.interface import Drafter, DraftRequest, Proposer, ReadsLayers
 from outrider.base.decayed_mean import DecayedMean
@@ -94,8 +94,15 @@ class _SessionState:
         )
 
     def branch(self) -> tuple[tuple[int, ...], int]:
-        """Return the part of the proposal that joins a model's tree, and how many of its tokens are not open yet."""
-        return proposed_branch(self.request, self.proposed) if self.request.branches > 1 else ((), 0)
+        """Return the part of the proposal that joins a model's tree, and how many of its tokens are not open yet.
+
+        Half of the budget is kept for the model.
+        """
+        if self.request.branches == 1:
+            return (), 0
+        _, known = self.request.open_guess.walk(self.proposed)
+        branch = self.proposed[: known + self.request.budget // 2]
+        return branch, len(branch) - known
 
     def committed(self, now: float) -> None:
         """Update the time between two commits."""

@@ -6,16 +6,6 @@ from drafter.interface import DraftRequest
 from outrider.protocol.speculation import Guess
 
 
-def proposed_branch(request: DraftRequest, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """Return how much of a proposed chain to add to the tree, and how many of these tokens are not open yet.
-
-    Half of the budget is kept for the model.
-    """
-    _, known = request.open_guess.walk(tokens)
-    branch = tokens[: known + request.budget // 2]
-    return branch, len(branch) - known
-
-
 def join(request: DraftRequest, guess: Guess, branch: tuple[int, ...], missing: int) -> Guess:
     """Return the model's guess, with the branch once the model has drafted all that it may."""
     depth = max(guess.shape.depths[len(request.open_guess.tokens) :], default=0)

@@ -69,10 +69,13 @@ def doctor(
         sys.exit(1)
 
 
+def _judged(name: str, good: bool, text: str, advice: str = "", fault: str = "bad") -> Finding:
+    return Finding(name, "ok", text) if good else Finding(name, fault, text, advice)
+
+
 def _python() -> Iterator[Finding]:
     found = ".".join(map(str, sys.version_info[:3]))
-    good = sys.version_info >= (3, 11)
-    yield Finding("python", "ok" if good else "bad", found, "" if good else "install Python 3.11 or newer")
+    yield _judged("python", sys.version_info >= (3, 11), found, "install Python 3.11 or newer")
 
 
 def _torch() -> Iterator[Finding]:
@@ -106,23 +109,17 @@ def _kernels() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    good = free >= _NEEDED_MEMORY
-    yield Finding(
-        "memory", "ok" if good else "bad", f"{free / _GIB:.1f} GiB free", "" if good else "the default pair needs 2 GiB"
-    )
+    yield _judged("memory", free >= _NEEDED_MEMORY, f"{free / _GIB:.1f} GiB free", "the default pair needs 2 GiB")
     folder = next(path for path in (home(), *home().parents) if path.exists())
     disk = shutil.disk_usage(folder).free
-    good = disk >= _NEEDED_DISK
-    advice = "" if good else "free some space, or set OUTRIDER_HOME to another disk"
-    yield Finding("disk", "ok" if good else "bad", f"{disk / _GIB:.1f} GiB free for {home()}", advice)
+    advice = "free some space, or set OUTRIDER_HOME to another disk"
+    yield _judged("disk", disk >= _NEEDED_DISK, f"{disk / _GIB:.1f} GiB free for {home()}", advice)
 
 
 def _models(target: str) -> Iterator[Finding]:
     if target == DEFAULT:
         there = (default_path() / "config.json").is_file()
-        yield Finding(
-            "target", "ok" if there else "note", str(default_path()), "" if there else "run: outrider models fetch"
-        )
+        yield _judged("target", there, str(default_path()), "run: outrider models fetch", fault="note")
         return
     try:
         path = locate(target, lambda _: None)
@@ -173,9 +170,7 @@ def _peers(client: Client, endpoint: str) -> Iterator[Finding]:
             yield Finding("coordinator", "note", f"none at {endpoint}", "start one: outrider up")
             return
     durable = "sessions are durable" if server.durable else "its Redis does not answer"
-    yield Finding(
-        "coordinator", "ok" if server.durable else "bad", f"{endpoint}, {server.sessions} sessions, {durable}"
-    )
+    yield _judged("coordinator", server.durable, f"{endpoint}, {server.sessions} sessions, {durable}")
     for worker in server.workers:
         load = f"{worker.load.sessions}/{worker.capacity} sessions, round trip {worker.round_trip_ms:.1f} ms"
         yield Finding(worker.kind or "worker", "ok", f"{worker.model.name} at {worker.address}, {load}")

@@ -23,8 +23,7 @@ Endpoint = Annotated[
 ]
 ApiKey = Annotated[str, option("--api-key", "API key for the coordinator, or @FILE.")]
 TlsCa = Annotated[
-    str,
-    option("--tls-ca", "PEM file: authority of the coordinator's certificate; system: public authorities."),
+    str, option("--tls-ca", "PEM file: authority of the coordinator's certificate; system: public authorities.")
 ]
 TlsCert = Annotated[str, option("--tls-cert", "PEM file: client certificate, if the coordinator requires one.")]
 TlsKey = Annotated[str, option("--tls-key", "PEM file: private key of --tls-cert.")]

@@ -7,17 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from typer import Argument, Context
 
@@ -37,8 +28,7 @@ def train(
     out: Annotated[Path, option("--out", "Folder of the drafter; an interrupted run continues there.")],
     target: Annotated[str, option("--target", "Target model: a directory, a .gguf file, a hub id.")] = DEFAULT,
     prompts: Annotated[
-        Path | None,
-        option("--prompts", "JSON lines with `prompt`. Default: the included list."),
+        Path | None, option("--prompts", "JSON lines with `prompt`. Default: the included list.")
     ] = None,
     num_examples: Annotated[
         int, option("--examples", "Texts that the target generates; 0: one per prompt.", min=0)
@@ -82,13 +72,14 @@ def train(
     _print_results(out, card, target)
 
 
-class _TrainingProgress(Progress):
+class _TrainingProgress(bars.Progress):
     """Progress of the training on the terminal."""
 
     def __init__(self) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        super().__init__(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
-        self._named: dict[str, TaskID] = {}
+        columns = (bars.SpinnerColumn(), bars.TextColumn("{task.description}"), bars.BarColumn())
+        numbers = (bars.MofNCompleteColumn(), bars.TimeElapsedColumn(), bars.TimeRemainingColumn())
+        super().__init__(*columns, *numbers, console=Console(stderr=True))
+        self._named: dict[str, bars.TaskID] = {}
         self._printed_results: dict[str, Any] | None = None
 
     def on_status(self, text: str) -> None:
@@ -109,7 +100,7 @@ class _TrainingProgress(Progress):
                 f"length {every['acceptance_length']:.2f}"
             )
 
-    def _task(self, name: str, total: int) -> TaskID:
+    def _task(self, name: str, total: int) -> bars.TaskID:
         if name not in self._named:
             self._named[name] = self.add_task(name, total=total)
         return self._named[name]

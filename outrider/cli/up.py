@@ -17,17 +17,7 @@ from outrider.base.processes import end_on_signals
 from outrider.cli import options
 from outrider.cli.show import LEGEND, show_tokens, summary
 from outrider.client.sync import Client, Finished, Tokens
-from outrider.launch.options import (
-    Device,
-    DrafterChoice,
-    DrafterDevice,
-    Dtype,
-    Engine,
-    Quantization,
-    Target,
-    Threads,
-    check_engine,
-)
+from outrider.launch import options as launch_options
 from outrider.launch.services import KINDS, ignored_variable_hints, merged, read_assignments, read_file, suggestion
 from outrider.launch.stack import LaunchPlan, Stack, on_one_cpu, stack, watch
 from outrider.launch.targets import REPEATED, Drafters, Targets, planned
@@ -69,8 +59,8 @@ def up(
     http_port: Annotated[
         int, option("--http-port", "Port of the first coordinator's HTTP API and playground; -1: none.", min=-1)
     ] = 8000,
-    device: Device = "auto",
-    drafter_device: DrafterDevice = "auto",
+    device: launch_options.Device = "auto",
+    drafter_device: launch_options.DrafterDevice = "auto",
     drafter_apart: Annotated[
         bool,
         option(
@@ -78,10 +68,10 @@ def up(
             "Run all drafters in processes of their own. On a CPU, a target's first one is else in its verifier's.",
         ),
     ] = False,
-    dtype: Dtype = "auto",
-    quantization: Quantization = "none",
-    engine: Engine = "auto",
-    threads: Threads = 0,
+    dtype: launch_options.Dtype = "auto",
+    quantization: launch_options.Quantization = "none",
+    engine: launch_options.Engine = "auto",
+    threads: launch_options.Threads = 0,
     kv_tokens: Annotated[int, option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
     log_level: Annotated[str, option("--log-level", "debug, info, warning or error.")] = "info",
     api_keys: Annotated[str, option("--api-keys", "API keys of clients: with commas, or @FILE, one per line.")] = "",
@@ -132,7 +122,7 @@ def up(
 
     Settings of the services: `outrider up --set coordinator.max-sessions=64 --set verifier.drain-s=30`.
     """
-    check_engine(engine)
+    launch_options.check_engine(engine)
     given = options.fields_from(context.params, LaunchPlan) | planned(target, drafter, drafters, engine)
     overrides = merged(read_file(Path(config))[1] if config else {}, read_assignments(settings or []))
     apart = drafter_apart or any(name.startswith("drafter") for name in overrides)  # for a process of its own
@@ -168,12 +158,12 @@ def up(
 
 
 def demo(
-    target: Target = DEFAULT,
-    drafter: DrafterChoice = AUTO,
+    target: launch_options.Target = DEFAULT,
+    drafter: launch_options.DrafterChoice = AUTO,
     max_tokens: options.MaxTokens = 160,
     port: Annotated[int, option("--port", "Port of the coordinator; 0 takes a free one.")] = 0,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    device: launch_options.Device = "auto",
+    dtype: launch_options.Dtype = "auto",
 ) -> None:
     """Start all services, answer two prompts with plain and speculative decoding, and compare speed and text."""
     console = Console(highlight=False)

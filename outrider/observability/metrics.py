@@ -316,9 +316,7 @@ class VerifierMetrics(Metrics):
             "Share of the KV cache in evictable blocks of ended sessions, kept for prefix matches.",
         )
         self.queued = histogram(
-            "request_queue_time_seconds",
-            "From a session's opening until it had space in the KV cache.",
-            _FIRST_TOKEN_S,
+            "request_queue_time_seconds", "From a session's opening until it had space in the KV cache.", _FIRST_TOKEN_S
         )
         self.prefix_queries = counter("prefix_cache_queries", "Tokens looked up in the prefix index.")
         self.prefix_hits = counter("prefix_cache_hits", "Of these, tokens found in the KV cache.")

@@ -52,10 +52,7 @@ async def start_answer(
 
 
 async def requests_of(
-    body: ChatOptions | CompletionBody,
-    inputs: Sequence[ClientRequest],
-    target: Target,
-    settings: CoordinatorSettings,
+    body: ChatOptions | CompletionBody, inputs: Sequence[ClientRequest], target: Target, settings: CoordinatorSettings
 ) -> list[SessionRequest]:
     """Return a request per choice, in the order of the inputs, after the same checks as over gRPC."""
     count = body.choices * len(inputs)

@@ -117,10 +117,7 @@ def _generates(summary: str, body: type[Any], example: Json, reply: type[Any], c
                 "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S},
             },
         ],
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": _ref(body), "example": example}},
-        },
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body), "example": example}}},
     }
     return {"post": _gets(described, content, 400, 401, 404, 408, 409, 413, 415, 429, 502, 503, 504) | operation}
 
