@@ -123,10 +123,11 @@ class PairEstimate:
         self.direct, self.least_credit, self.refill, self._most_owed = False, CREDIT, REFILL, math.inf
         self.start_from(PairHistory())
 
-    def trust(self) -> None:
-        """Let a drafter without a network lose more than others before its guesses are suspended."""
+    def link(self, *, trust: bool) -> None:
+        """Expect a drafter without a network; `trust` lets it lose more before its guesses are suspended."""
         self.direct = True
-        self.least_credit, self.refill, self._most_owed = DIRECT_CREDIT, DIRECT_REFILL, DIRECT_DEBT
+        if trust:
+            self.least_credit, self.refill, self._most_owed = DIRECT_CREDIT, DIRECT_REFILL, DIRECT_DEBT
 
     def expect(self, acceptance: list[float]) -> None:
         """Expect this acceptance by position, whatever was seen before."""

@@ -205,7 +205,7 @@ class Drafting:
         source = self._sources
         if linked is not None:
             linked.expect_direct(source)
-            self._estimator.pair.trust()
+            self._estimator.pair.link(trust=self._text.cold)
         span = self._stats.span.child("draft", connection.attributes)
         async with DrafterStream(
             connection, self._record, self._target, span, source, pair, self.control.plan, direct=linked is not None
