@@ -96,13 +96,17 @@ class VerificationLoop:
             try:
                 session.add_guess(replace(guess, source=source))
             except InvalidRequest as error:
-                log.info("guess rejected", error=error.message)
-                self._metrics.guesses_refused.inc()
                 session.direct = None  # its coordinator ends it, too
-                session.reject(error, source)
+                self.reject(session, error, source)
             self._wake.set()
 
         return take_guess
+
+    def reject(self, session: VerifySession, error: OutriderError, source: int) -> None:
+        """Tell a session's peer that a guess or steering message is invalid."""
+        log.info("guess rejected", error=error.message)
+        self._metrics.guesses_refused.inc()
+        session.reject(error, source)
 
     def drain(self) -> None:
         self._draining = True

@@ -145,9 +145,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
                     if request.steer.HasField("states"):
                         self._refuse_states(session)
                 except InvalidRequest as error:
-                    log.info("guess rejected", error=error.message)
-                    self._metrics.guesses_refused.inc()
-                    session.reject(error, request.guess.source)
+                    self.loop.reject(session, error, request.guess.source)
                 self.loop.wake()
         except OutriderError as error:
             self.loop.close(session, error)

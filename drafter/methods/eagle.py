@@ -158,15 +158,15 @@ class EagleDrafter:
 
     def _draft_after_commit(self, request: DraftRequest, state: _EagleSession, chains: LikeliestChains) -> Guess | None:
         """Draft a greedy chain after the target's new states in one call of the kernels, where nothing else is new."""
-        tokens = request.tokens[state.path_start :]
-        if not state.new_states or len(tokens) != state.end - state.path_start + 1:
+        if not state.new_states:
+            return None
+        tokens, states = request.tokens[state.path_start :], state.next_states()
+        if len(tokens) != len(states):  # there are further ones, or more than one pass takes
             return None
         state.path, state.outputs = [], []
         self._engine.truncate(request.session, state.num_cached)
         try:
-            drafted, hidden, logits = chains.extend(
-                request.session, state.next_states(), tokens, request.max_new_tokens
-            )
+            drafted, hidden, logits = chains.extend(request.session, states, tokens, request.max_new_tokens)
         except Overloaded:
             return None
         state.cached(len(tokens))

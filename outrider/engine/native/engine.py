@@ -132,6 +132,7 @@ class NativeEngine(PagedEngine):
         hidden states before the given tokens.
         """
         given, states = len(tokens), states.contiguous()
+        assert states.shape == (given, self._spec.hidden), "the kernels read a state before each given token"
         rows = given + count - 1
         columns = (ctypes.c_int32 * (rows + 1))(*tokens)
         chain.given, chain.states, chain.columns = given, states.data_ptr(), ctypes.addressof(columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.workers.choosers import VerifierChooser
+from coordinator.workers.choosers import DrafterChooser, VerifierChooser
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
@@ -27,4 +27,15 @@ async def test_mixed_verifiers_have_their_weights_in_common() -> None:
     pool = WorkerPool(FleetKeys(), 10.0, mixed=True)
     known = await pool.workers.put(WorkerInfo("new", Role.VERIFIER, "127.0.0.1:1", NOW))
     assert VerifierChooser(pool, 0.0, "w").available() is known
+    await pool.workers.close()
+
+
+async def test_a_session_prefers_the_drafter_in_its_verifiers_process() -> None:
+    pool = WorkerPool(FleetKeys(), 10.0)
+    made = ModelInfo("drafter", "d")
+    others = [await pool.workers.put(WorkerInfo(f"d{i}", Role.DRAFTER, f"127.0.0.1:{i}", made)) for i in (1, 2, 3)]
+    for own in others:
+        session = DrafterChooser(pool, NOW, "", lambda _: True)
+        assert await session.wait_for(0, own.info.address) is own
+    assert await DrafterChooser(pool, NOW, "", lambda _: True).wait_for(0, "127.0.0.1:9") in others
     await pool.workers.close()

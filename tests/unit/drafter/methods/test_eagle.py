@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from drafter.hidden_states import received
 from drafter.interface import DraftRequest
+from drafter.methods import likeliest_chains
 from drafter.methods.eagle import EagleDrafter, engine_for
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.messages import HiddenStates
@@ -158,6 +160,30 @@ def test_commits_whose_states_are_still_on_their_way(
     committed = PROMPT + wanted[:2]
     (draft,) = drafter.draft([ask_for(committed, 3)])
     assert list(draft.tokens) == wanted[2:]
+
+
+def test_more_states_than_one_pass_takes(
+    target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come where the texts of another drafter were used for long."""
+    monkeypatch.setattr(received, "PASS_TOKENS", 3)
+    states = states_of(target, PROMPT)
+    (guess,) = drafter.draft([ask_for(PROMPT, 4, sent(states, 0, len(PROMPT) - 1))])
+    assert list(guess.tokens) == foretold(eagle, states, PROMPT, 4)
+
+
+def test_rare_tokens_take_turns_in_their_places(
+    target: LlamaForCausalLM, eagle: Eagle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(likeliest_chains, "_PLACES", 8)
+    drafter = drafter_of(eagle, 2048)
+    texts = [[(first + 7 * i) % VOCAB for i in range(8)] for first in range(VOCAB)]
+    for number, text in enumerate(texts):
+        states = states_of(target, text)
+        request = replace(ask_for(text, 3, sent(states, 0, len(text) - 1)), session=str(number))
+        (guess,) = drafter.draft([request])
+        assert list(guess.tokens) == foretold(eagle, states, text, 3)
+        drafter.forget(str(number))
 
 
 def test_without_the_beginning_of_the_prompt(target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter) -> None:

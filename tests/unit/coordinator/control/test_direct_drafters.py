@@ -1,0 +1,90 @@
+"""γ control of drafters in the verifier's process: what they may lose, and what a plain step counts for."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from coordinator.control.estimator import (
+    BEGINNING,
+    CREDIT,
+    DIRECT_CREDIT,
+    DIRECT_DEBT,
+    KNOWN_STEPS,
+    WINDOW,
+    BestDrafter,
+    Estimator,
+    PairEstimate,
+)
+from coordinator.control.gamma import RESTS_AFTER, Controller
+from coordinator.control.throughput_model import PLAIN, throughput
+from outrider.protocol.cost_curve import CostCurve
+from outrider.protocol.speculation import TokenKind, Verdict, VerifyTimings
+
+COST = CostCurve.line(4.0, 0.5)
+DIRECT = BestDrafter(0.0, 0.3, 2.0, shares_cores=True)
+USELESS = BestDrafter(0.0, 50.0, 50.0, shares_cores=True)
+
+
+def plain(step_ms: float = 4.0, wait_ms: float = 0.5) -> Verdict:
+    timings = VerifyTimings(wait_us=int(wait_ms * 1000), step_us=int(step_ms * 1000))
+    return Verdict(0, (1,), 0, TokenKind.PLAIN, timings=timings)
+
+
+def linked(known: deque[tuple[float, float]], *, trust: bool = True) -> Estimator:
+    made = Estimator(8)
+    made.pair.link(trust=trust)
+    made.attach_verifier(COST, 0, known)
+    return made
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_trusted_drafter_may_lose_more_and_owes_less(trust: bool) -> None:
+    pair = PairEstimate(8)
+    pair.link(trust=trust)
+    pair.lend(0.0)
+    assert pair.credit == (DIRECT_CREDIT if trust else CREDIT)
+    pair.lend(-5.0)
+    assert pair.credit == pytest.approx(DIRECT_CREDIT - DIRECT_DEBT if trust else CREDIT - 5.0)
+
+
+def test_plain_steps_are_known_from_other_sessions_of_the_verifier() -> None:
+    known: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+    first = linked(known)
+    assert not first.plain_known
+    for _ in range(KNOWN_STEPS):
+        first.observe(plain(), PLAIN, 0.0, DIRECT)
+    second = linked(known)
+    assert second.plain_known
+    for _ in range(BEGINNING):
+        second.observe(plain(step_ms=40.0), PLAIN, 0.0, DIRECT)  # its opening delays them
+    assert {slowdown for slowdown, _ in known} == {1.0}
+    second.observe(plain(step_ms=8.0), PLAIN, 0.0, DIRECT)
+    assert known[-1] == (2.0, 0.5)
+
+
+def test_a_plain_step_counts_with_its_pause_and_rare_long_ones_with_twice_the_usual() -> None:
+    made = linked(deque(maxlen=WINDOW))
+    for step_ms in (4.0, 4.0, 4.0, 400.0):
+        made.observe(plain(step_ms), PLAIN, 0.0, DIRECT)
+    conditions = made.conditions(DIRECT)
+    assert conditions.between_ms == pytest.approx(0.5)
+    assert throughput(conditions, PLAIN) == pytest.approx(1000 / (5.0 + 0.5)), "(3 x 4 + 8) / 4 ms, and the pause"
+    apart = Estimator(8)
+    apart.attach_verifier(COST)
+    for step_ms in (4.0, 4.0, 4.0, 400.0):
+        apart.observe(plain(step_ms), PLAIN, 0.0, DIRECT)
+    assert throughput(apart.conditions(DIRECT), PLAIN) == pytest.approx(1000 / 4.5), "by the median"
+
+
+def test_a_drafter_rests_after_some_plain_steps() -> None:
+    made = linked(deque(maxlen=WINDOW))
+    control = Controller(8, made)
+    resting = []
+    for _ in range(RESTS_AFTER + 4):
+        control.decide(USELESS)
+        control.observe(plain(), USELESS)
+        resting.append(control.resting)
+    assert not any(resting[: RESTS_AFTER - 1])
+    assert resting[-1], "its hidden states would cost plain steps time"
