@@ -49,7 +49,6 @@ class RegistryService(rpc.RegistryServicer):
         self._refuse_when_stopping()
         self._delivery.check(info)
         connection = await self._registrations.admit(info)
-        connection.registrations += 1
         try:
             yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
             async with background(self._receive_reports(requests, connection), self._wait_for_stop()) as tasks:

@@ -14,7 +14,7 @@ from coordinator.persistence.store import Store
 from coordinator.workers.known_workers import record_report, same_place, same_worker
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
-from outrider.protocol.errors import Conflict, InvalidRequest, OutriderError, Overloaded
+from outrider.protocol.errors import Conflict, InvalidRequest, OutriderError, Overloaded, Unavailable
 from outrider.protocol.fleet import Role, WorkerInfo
 
 log = structlog.get_logger(__name__)
@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 LOST_AFTER_HEARTBEATS = 5
 SILENT_AFTER_HEARTBEATS = 2.5  # then another worker may take its address, as after a restart
 MAX_WORKERS = 1024  # of a role
+_AGAIN_MS = 500
 
 
 class Registrations:
@@ -38,12 +39,17 @@ class Registrations:
         self._left: dict[str, float] = {}  # end of a worker's registration, by worker id
 
     async def admit(self, info: WorkerInfo) -> WorkerConnection:
-        """Add a worker that reports to this coordinator; raise ModelMismatch if it does not fit.
+        """Add a worker that reports to this coordinator and count its stream; raise ModelMismatch if it does not fit.
 
         The caller compares the vocabulary of a drafter first: see `Compatibility.other_vocabulary`.
         """
         connection = await self._add(info)
-        await self.update(info, connection)
+        connection.registrations += 1  # before anything is awaited: without one, it is forgotten when Redis is slow
+        try:
+            await self.update(info, connection)
+        except BaseException:
+            connection.registrations -= 1
+            raise
         return connection
 
     async def update(self, info: WorkerInfo, connection: WorkerConnection) -> None:
@@ -57,7 +63,7 @@ class Registrations:
                 limit="as in the first message",
             )
         if self._workers.get(info.worker_id) is not connection:
-            return  # it was removed meanwhile
+            raise Unavailable("this worker was removed; register again", retry_after_ms=_AGAIN_MS)
         record_report(connection, info)
         connection.seen_at = connection.reported_at = time.monotonic()
         try:

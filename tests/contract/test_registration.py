@@ -169,6 +169,18 @@ async def test_nobody_takes_the_id_or_the_place_of_a_worker_that_is_there(
         assert (await call.read()).accepted
 
 
+async def test_a_removed_worker_hears_of_it_with_its_next_report(desk: Desk) -> None:
+    """Else it would report on, and nobody would use it."""
+    mine = saying("removed")
+    async with registering(desk, mine) as call:
+        assert (await call.read()).accepted
+        await desk.service.sessions.worker_pool.workers.drop("removed")
+        await call.write(mine)
+        assert isinstance((await failure(call))[1], Unavailable)
+    async with registering(desk, mine) as call:
+        assert (await call.read()).accepted
+
+
 async def test_the_place_of_one_that_fell_silent_can_be_taken(desk: Desk) -> None:
     """Its machine was switched off, and the connection does not know."""
     async with registering(desk, saying("silent", address="127.0.0.1:5")) as call:

@@ -75,6 +75,8 @@ async def both(
     )
     service = CoordinatorService(settings, redis_server.url)
     words = load_model(str(models.other_vocabulary), EngineOptions(device="cpu"))
+    # Before anything is served: for as long as transformers loads, this process answers nobody.
+    texts = {"target": alone(models.target), "words": alone(models.other_vocabulary)}
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(in_process(service, settings))
         targets = service.sessions.targets
@@ -87,7 +89,6 @@ async def both(
         pool = service.sessions.worker_pool
         assert await soon(lambda: len(pool.connections()) == 2, 20)
         targets.settle_s = 0.5
-        texts = {"target": alone(models.target), "words": alone(models.other_vocabulary)}
         yield Both(address, service, texts, early)
 
 

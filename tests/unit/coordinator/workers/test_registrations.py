@@ -13,7 +13,8 @@ from coordinator.persistence.store import Store
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.registrations import Registrations
 from coordinator.workers.worker_pool import WorkerPool
-from outrider.protocol.errors import OutriderError
+from outrider.base.aio import until
+from outrider.protocol.errors import OutriderError, Unavailable
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 
 DRAFTER = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
@@ -28,8 +29,11 @@ class SlowStore:
         self.records: dict[str, WorkerInfo] = {}
         self.asked = asyncio.Event()
         self.answer = asyncio.Event()
+        self.written = asyncio.Event()
+        self.written.set()
 
     async def put_worker(self, info: WorkerInfo, ttl_ms: int) -> None:
+        await self.written.wait()
         self.records[info.worker_id] = info
 
     async def remove_worker(self, worker_id: str) -> None:
@@ -76,6 +80,44 @@ async def test_a_worker_that_left_does_not_come_back_from_an_older_record(
     store.records[DRAFTER.worker_id] = DRAFTER  # it reports to another coordinator now
     await registrations.synchronise()
     assert [connection.info.worker_id for connection in worker_pool.connections()] == [DRAFTER.worker_id]
+
+
+async def test_a_worker_is_not_forgotten_while_its_first_record_is_written(
+    store: SlowStore, prompt: Registrations
+) -> None:
+    """It then reported for ever to a coordinator that did not know it."""
+    store.written.clear()
+    admitting = asyncio.create_task(prompt.admit(DRAFTER))
+    worker_pool = prompt.worker_pool
+    assert await until(lambda: bool(worker_pool.connections()), 5)
+    (connection,) = worker_pool.connections()
+    connection.seen_at -= 60.0  # this process stood still
+    await prompt.synchronise()
+    assert worker_pool.connections() == [connection]
+    store.written.set()
+    assert await admitting is connection
+    assert connection.registrations == 1
+
+
+async def test_a_stream_that_breaks_off_while_its_record_is_written_does_not_count(
+    store: SlowStore, prompt: Registrations
+) -> None:
+    store.written.clear()
+    admitting = asyncio.create_task(prompt.admit(DRAFTER))
+    assert await until(lambda: bool(prompt.worker_pool.connections()), 5)
+    (connection,) = prompt.worker_pool.connections()
+    admitting.cancel()
+    await asyncio.gather(admitting, return_exceptions=True)
+    connection.seen_at -= 60.0
+    await prompt.synchronise()
+    assert not prompt.worker_pool.connections()
+
+
+async def test_a_worker_that_was_removed_is_told_to_register_again(prompt: Registrations) -> None:
+    connection = await prompt.admit(DRAFTER)
+    await prompt.worker_pool.workers.drop(DRAFTER.worker_id)
+    with pytest.raises(Unavailable, match="register again"):
+        await prompt.update(DRAFTER, connection)
 
 
 class HeldStream:
