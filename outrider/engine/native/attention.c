@@ -290,12 +290,13 @@ static void attend(const Model *model, const Layer *layer, const Task *task, con
 /* A thread has tasks that follow each other, of about the same cost as the others'. */
 void attention(const Model *model, const Layer *layer, const Step *step, const Task *tasks, int num_tasks) {
     long stride = (long)(model->heads + 2 * model->kv_heads) * model->head_dim;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int i = 0; i < step->rows * model->kv_heads; i++) {
         int s = 0, row = i / model->kv_heads;
         while (row >= step->segments[s].start + step->segments[s].count) s++;
         cache_head(model, layer, step, &step->segments[s], row, i % model->kv_heads, step->mixed + row * stride);
     }
+    meet(step);
     int thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const Task *last = &tasks[num_tasks - 1];
     for (const Task *task = tasks; task <= last; task++) {
@@ -308,5 +309,5 @@ void attention(const Model *model, const Layer *layer, const Step *step, const T
             attend(model, layer, task, step->mixed, stride, step->attended, memory,
                    key_at(model, layer, next->segments[0]->table[0], next->kv_head, 0));
     }
-#pragma omp barrier
+    meet(step);
 }

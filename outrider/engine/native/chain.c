@@ -20,6 +20,7 @@ int outrider_chain(Model *model, const Step *step, const Chain *chain) {
     Segment segment = step->segments[0];
     const float *states = chain->states;
     int32_t last;
+    Meeting meeting = NEW_MEETING;
     for (int row = 0, count = chain->given, output = 0; row < step->rows; row += count, count = 1, output++) {
         Step one = *step;
         one.rows = segment.count = count;
@@ -30,6 +31,7 @@ int outrider_chain(Model *model, const Step *step, const Chain *chain) {
         one.positions += row;
         one.hidden += (long)output * model->hidden;
         one.logits += (long)output * model->head.outputs;
+        one.meeting = &meeting;
         outrider_scratch(model, &one);
         for (int i = 0; i < count; i++)
             memcpy(one.x + (long)i * model->hidden, chain->inputs + (long)chain->columns[row + i] * model->hidden,

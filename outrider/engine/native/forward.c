@@ -30,7 +30,7 @@ static void run_layer(const Model *model, const Layer *layer, const Step *step, 
     attention(model, layer, step, tasks, num_tasks);
     if (layer->attention_out.kind) {
         products(layer->out, step->attended, rows, step->normed, hidden, 0, step);
-        add_normalised(&layer->attention_out, step->normed, rows, hidden, step->x);
+        add_normalised(&layer->attention_out, step->normed, hidden, step);
     } else
         products(layer->out, step->attended, rows, step->x, hidden, 1, step);
     if (!model->parallel) {
@@ -38,10 +38,10 @@ static void run_layer(const Model *model, const Layer *layer, const Step *step, 
         products(layer->up, in, rows, step->inner, inner, 0, step);
     }
     float *activated = model->gated ? step->mixed : step->inner; /* packed rows: `mixed` is free again */
-    activate(step->inner, rows, model, activated);
+    activate(step->inner, model, activated, step);
     if (layer->mlp_out.kind) {
         products(layer->down, activated, rows, step->normed, hidden, 0, step);
-        add_normalised(&layer->mlp_out, step->normed, rows, hidden, step->x);
+        add_normalised(&layer->mlp_out, step->normed, hidden, step);
     } else
         products(layer->down, activated, rows, step->x, hidden, 1, step);
 }
@@ -50,10 +50,11 @@ static void run_layer(const Model *model, const Layer *layer, const Step *step, 
 static void capture(const Model *model, const Step *step, int layer) {
     for (int s = 0; s < step->num_states; s++) {
         if (step->layers[s] != layer) continue;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int w = 0; w < step->num_wanted; w++)
             memcpy(step->states + ((long)w * step->num_states + s) * model->hidden,
                    step->x + (long)step->wanted[w] * model->hidden, 4 * (size_t)model->hidden);
+        meet(step);
     }
 }
 
@@ -103,13 +104,15 @@ int outrider_forward(Model *model, Step *step) {
     double began = omp_get_wtime();
     Task *tasks = list_tasks(model, step, &num_tasks);
     if (!tasks) return -1;
+    Meeting meeting = NEW_MEETING;
+    step->meeting = &meeting;
 #pragma omp parallel num_threads(threads)
     {
         for (int l = 0; l < model->num_layers; l++) {
             run_layer(model, &model->layers[l], step, tasks, num_tasks);
             capture(model, step, l + 1);
         }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int w = 0; w < step->num_wanted; w++) {
             const float *from = step->x + (long)step->wanted[w] * model->hidden;
             float *to = step->hidden + (long)w * model->hidden;
@@ -118,6 +121,7 @@ int outrider_forward(Model *model, Step *step) {
             else
                 memcpy(to, from, 4 * (size_t)model->hidden);
         }
+        meet(step);
         if (step->num_logits && step->guesses && model->rough)
             guess_logits(model, step);
         else if (step->num_logits)

@@ -114,7 +114,7 @@ void product_bytes(const Linear *linear, const float *x, int rows, float *y, lon
             _mm512_mask_storeu_ps(to, mask, result);
         }
     }
-#pragma omp barrier
+    meet(step);
 }
 
 /* Bytes of the four bits of a head's weights; 0: it cannot have them. */
@@ -231,9 +231,9 @@ void guess_logits(const Model *model, const Step *step) {
         const float *x = step->hidden + (long)r * model->hidden;
         float *logits = step->logits + (long)r * head->outputs, *peaks = step->peaks;
         rough_logits(model, x, units * thread / threads, units * (thread + 1) / threads, (int8_t *)row, logits, peaks);
-#pragma omp barrier
+        meet(step);
         if (!thread) refine(head, x, row, logits, peaks);
-#pragma omp barrier
+        meet(step);
     }
 }
 

@@ -226,8 +226,9 @@ void PRODUCT(const Linear *linear, const float *x, int rows, float *y, long y_st
         rounded += thread * OWN_ROWS * blocks;
         for (int r = 0; r < rows; r++) ROUND_ROW(r);
     } else {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int r = 0; r < rows; r++) ROUND_ROW(r);
+        meet(step);
     }
     const long first = panels * thread / threads * 32, end = panels * (thread + 1) / threads * 32;
     for (int r = 0; r < rows; r += SLICE) { /* so many rows stay in the second-level cache while all weights pass */
@@ -242,5 +243,5 @@ void PRODUCT(const Linear *linear, const float *x, int rows, float *y, long y_st
             MULTIPLY(SIX_K)
         }
     }
-#pragma omp barrier
+    meet(step);
 }

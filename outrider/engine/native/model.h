@@ -48,6 +48,8 @@ typedef struct {
     int32_t trial;     /* halvings that are tried beyond these: 1 or −1 */
     int32_t pause, at; /* steps before a comparison, and since the last one */
     float own, other;  /* seconds of the steps compared, without and with the trial */
+    float usual;       /* seconds of a step at the last comparison */
+    int32_t slow;      /* steps in a row that took much longer than usual */
 } Pace;
 
 typedef struct {
@@ -74,6 +76,16 @@ typedef struct {
     const int32_t *depths; /* [count] for a tree, null for a chain */
 } Segment;
 
+/* Where the threads of a step wait for each other, see meeting.c. */
+typedef struct {
+    int32_t arrived, round;
+    int32_t sleeping, late; /* whether any thread has begun to sleep, and whether one had to be woken last */
+    float patience;         /* seconds */
+} Meeting;
+
+#define PATIENCE 200e-6f
+#define NEW_MEETING (Meeting){.late = 1, .patience = PATIENCE} /* late: the threads of a new region were asleep */
+
 typedef struct {
     int32_t rows, num_segments, num_wanted, num_logits, threads, num_states;
     int32_t guesses; /* its logits are only guessed from: see guesses.c */
@@ -90,6 +102,7 @@ typedef struct {
     float *scratch; /* of outrider_scratch() numbers; the rest is laid out in it */
     float *normed, *mixed, *inner, *attended, *scores, *tiles, *peaks;
     long scores_per_thread;
+    Meeting *meeting; /* of the threads of the present region */
 } Step;
 
 /* What a chain's rows are made from, see chain.c. */
@@ -130,8 +143,9 @@ void product_bytes(const Linear *linear, const float *x, int rows, float *y, lon
 void guess_logits(const Model *model, const Step *step);
 long tiles_scratch(int inputs, int rows, int threads), integers_scratch(int inputs, int rows, int threads);
 const float *normalise_rows(const Norm *norm, const float *x, const Step *step, int width);
-void add_normalised(const Norm *norm, float *y, int rows, int width, float *x);
-void activate(float *x, int rows, const Model *model, float *y);
+void add_normalised(const Norm *norm, float *y, int width, const Step *step);
+void activate(float *x, const Model *model, float *y, const Step *step);
+void meet(const Step *step);
 
 int64_t outrider_scratch(const Model *model, Step *step);
 int outrider_forward(Model *model, Step *step);

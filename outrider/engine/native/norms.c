@@ -30,19 +30,21 @@ const float *normalise_rows(const Norm *norm, const float *x, const Step *step, 
         for (int r = 0; r < step->rows; r++) normalise(norm, x + (long)r * width, width, own + (long)r * width);
         return own;
     }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int r = 0; r < step->rows; r++) normalise(norm, x + (long)r * width, width, step->normed + (long)r * width);
+    meet(step);
     return step->normed;
 }
 
-/* x += the norms of y, which it overwrites. */
-void add_normalised(const Norm *norm, float *y, int rows, int width, float *x) {
-#pragma omp for schedule(static)
-    for (int r = 0; r < rows; r++) {
+/* Adds to x the norms of y, which it overwrites. */
+void add_normalised(const Norm *norm, float *y, int width, const Step *step) {
+#pragma omp for schedule(static) nowait
+    for (int r = 0; r < step->rows; r++) {
         float *row = y + (long)r * width;
         normalise(norm, row, width, row);
-        for (int i = 0; i < width; i++) x[(long)r * width + i] += row[i];
+        for (int i = 0; i < width; i++) step->x[(long)r * width + i] += row[i];
     }
+    meet(step);
 }
 
 INLINE vec activated(vec x, const int kind) {
@@ -75,10 +77,10 @@ INLINE void activate_values(const float *gate, const float *up, int count, const
 #define SHARE 512 /* values that a thread takes at once */
 
 /* [gate and up] of every row → packed rows of `inner`. */
-void activate(float *x, int rows, const Model *model, float *y) {
+void activate(float *x, const Model *model, float *y, const Step *step) {
     int inner = model->inner, shares = (inner + SHARE - 1) / SHARE;
-#pragma omp for schedule(static)
-    for (int i = 0; i < rows * shares; i++) {
+#pragma omp for schedule(static) nowait
+    for (int i = 0; i < step->rows * shares; i++) {
         int first = i % shares * SHARE, count = inner - first < SHARE ? inner - first : SHARE;
         const float *gate = x + (long)(i / shares) * inner * (model->gated ? 2 : 1) + first;
         const float *up = model->gated ? gate + inner : NULL;
@@ -90,4 +92,5 @@ void activate(float *x, int rows, const Model *model, float *y) {
         default: activate_values(gate, up, count, RELU, to); break;
         }
     }
+    meet(step);
 }

@@ -2,15 +2,22 @@
  *
  * The threads of a step wait for each other some hundred times. Where another process takes a core for a moment, all of
  * them wait, and where two threads share a core, the second one adds little. So steps with as many rows take half of
- * the threads, or fewer, where that has been faster: after a pause, TURN steps with half or twice as many threads follow
- * TURN steps with the present number, and their times are compared. */
+ * the threads, or fewer, where that has been faster: after a pause, steps with the present number and with half or twice
+ * as many take turns, and their times are compared. A single long step, as other load delays now and then, decides
+ * nothing. Several in a row end the pause, and a comparison that is clear ends early: a busy process can make two
+ * threads slower than one by a factor. */
 
 #include "model.h"
 
-#define TURN 8
-#define FIRST_PAUSE 16 /* steps; doubled each time nothing was gained */
+#define TURN 2         /* steps with one number before those with the other */
+#define FEWEST 16      /* steps of a comparison, of both numbers together; after a long pause, a sixteenth of it */
+#define CLEAREST 8     /* steps of a comparison that is clear, at least */
+#define CLEAR 2.0f     /* times as slow */
+#define LONGEST 4.0f   /* times as long as usual that a step counts at most */
+#define FIRST_PAUSE 16 /* steps, also after a clear comparison; doubled each time nothing was gained */
 #define LONGEST_PAUSE 1024
-#define GAIN 0.97f /* less is noise */
+#define SLOW 4         /* steps in a row that end a pause */
+#define GAIN 0.97f     /* less is noise */
 
 /* Returns null for steps so large that a comparison would take long. */
 Pace *pace_of(Model *model, int rows) {
@@ -19,9 +26,12 @@ Pace *pace_of(Model *model, int rows) {
     return size < (int)(sizeof model->paces / sizeof *model->paces) ? &model->paces[size] : 0;
 }
 
+/* Whether a step of a comparison is one of the trial. */
+static int tries(int step) { return step / TURN % 2; }
+
 int outrider_pace_threads(const Pace *pace, int threads) {
-    int tries = pace->pause && pace->at >= pace->pause + TURN;
-    return threads >> (pace->halvings + (tries ? pace->trial : 0));
+    int trial = pace->pause && pace->at >= pace->pause && tries(pace->at - pace->pause);
+    return threads >> (pace->halvings + (trial ? pace->trial : 0));
 }
 
 static int possible(int halvings, int threads) { return halvings >= 0 && threads >> halvings > 0; }
@@ -29,16 +39,22 @@ static int possible(int halvings, int threads) { return halvings >= 0 && threads
 void outrider_pace_record(Pace *pace, int threads, float seconds) {
     if (threads < 2) return;
     if (!pace->pause) *pace = (Pace){.pause = FIRST_PAUSE, .trial = 1};
-    int turn = pace->at++ - pace->pause;
-    if (turn < 0) return;
-    if (turn < TURN)
-        pace->own += seconds;
-    else
-        pace->other += seconds;
-    if (turn < 2 * TURN - 1) return;
+    int step = pace->at++ - pace->pause;
+    if (pace->usual == 0 || (pace->pause == FIRST_PAUSE && step < 0 && seconds < pace->usual)) pace->usual = seconds;
+    if (step < 0) {
+        pace->slow = seconds > CLEAR * pace->usual ? pace->slow + 1 : 0;
+        if (pace->slow == SLOW) pace->at = pace->pause;
+        return;
+    }
+    *(tries(step) ? &pace->other : &pace->own) += seconds < LONGEST * pace->usual ? seconds : LONGEST * pace->usual;
+    if (++step % (2 * TURN)) return; /* not yet as many of both */
+    int steps = pace->pause / 16 > FEWEST ? pace->pause / 16 : FEWEST;
+    int clear = pace->own > CLEAR * pace->other || pace->other > CLEAR * pace->own;
+    if (step < (clear ? CLEAREST : steps)) return;
     int gained = pace->other < GAIN * pace->own, longer = 2 * pace->pause;
     int halvings = pace->halvings + (gained ? pace->trial : 0), trial = gained ? pace->trial : -pace->trial;
     *pace = (Pace){.halvings = halvings,
                    .trial = possible(halvings + trial, threads) ? trial : -trial,
-                   .pause = gained ? FIRST_PAUSE : longer < LONGEST_PAUSE ? longer : LONGEST_PAUSE};
+                   .pause = gained ? (clear ? FIRST_PAUSE : pace->pause) : longer < LONGEST_PAUSE ? longer : LONGEST_PAUSE,
+                   .usual = 2 * (gained ? pace->other : pace->own) / step};
 }

@@ -170,13 +170,14 @@ void product(const Linear *linear, const float *x, int rows, float *y, long y_st
         (as_bytes ? product_bytes : product_tiles)(linear, x, rows, y, y_stride, add, step);
         return;
     }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int panel = 0; panel < panels; panel++) {
         float out[SLICE * PANEL];
         for (int r = 0; r < rows; r += SLICE)
             product_panel(linear, panel, x + (long)r * linear->inputs, rows - r < SLICE ? rows - r : SLICE, out,
                           y + r * y_stride, y_stride, add);
     }
+    meet(step);
 }
 
 void products(const Linear parts[3], const float *x, int rows, float *y, long y_stride, int add, const Step *step) {

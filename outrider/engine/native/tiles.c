@@ -319,8 +319,9 @@ void product_tiles(const Linear *linear, const float *x, int rows, float *y, lon
         scratch += thread * blocks * 2l * TILE;
         for (int b = 0; b < blocks; b++) prepare(x, inputs, b * BLOCK, rows, columns, scratch);
     } else {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int b = 0; b < blocks; b++) prepare(x, inputs, b * BLOCK, rows, columns, scratch);
+        meet(step);
     }
     int start = panels * thread / threads, end = panels * (thread + 1) / threads;
     Stream stream = {.at = (const char *)linear->weights + start * panel_size, .size = panel_size / blocks,
@@ -337,7 +338,7 @@ void product_tiles(const Linear *linear, const float *x, int rows, float *y, lon
         MULTIPLY(SIX_K)
     }
     release_tiles();
-#pragma omp barrier
+    meet(step);
 }
 
 /* Whether this processor has tiles of bfloat16 and the system lets this process use them. */

@@ -359,6 +359,29 @@ def test_threads_wait_briefly_unless_told_otherwise() -> None:
     assert shown(OMP_WAIT_POLICY="passive") == "None"
 
 
+def test_threads_that_sleep_beside_others_miss_nothing() -> None:
+    """More of them than cores, beside a busy process: most wait, sleep and are woken some time in each step."""
+    model = llama()
+    one, many = engine(model), engine(model, threads=2 * (os.cpu_count() or 1) + 1)
+    prompt = list(range(1, 41))
+    for each in (one, many):
+        each.extend([SessionTokens("a", prompt)])
+    busy = subprocess.Popen(
+        [sys.executable, "-c", "import os\nwhile os.getppid() == int(os.environ['OF']): pass"],
+        env=os.environ | {"OF": str(os.getpid())},
+    )
+    try:
+        for step in range(300):
+            tokens = [1 + (step * 7 + row) % 90 for row in range(1 + step % 6)]
+            asked = SessionTokens("a", tokens, logits_from=0)
+            assert torch.equal(one.extend([asked]).logits[0], many.extend([asked]).logits[0]), step
+            for each in (one, many):
+                each.truncate("a", 40)
+    finally:
+        busy.kill()
+        busy.wait()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads by /proc")
 def test_threads_that_loaded_a_model_are_gone_before_another_runs_it(tmp_path: Path) -> None:
     """Were they counted still, OpenMP would put the others to sleep between any two parts of a step."""

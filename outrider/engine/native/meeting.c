@@ -1,0 +1,70 @@
+/* Where the threads of a step wait for each other, some hundred times in a step.
+ *
+ * A thread that waits spins for SHORT and then sleeps: another process takes a core, and may take this one. To wake it
+ * takes longer than most parts of a step. The others therefore spin for LONG until it has come. If they slept meanwhile,
+ * it would sleep in turn at the next meeting, and the step would consist of waking threads. Who spins for longer than
+ * PATIENCE yields its core, which the late thread may be waiting for; each such wait halves the patience for the next. */
+
+#include "model.h"
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define SHORT 30e-6f /* seconds */
+#define LONG 1e-3f
+#define SPINS 64 /* between two looks at the clock */
+
+static int over(const Meeting *meeting, int32_t round) {
+    return __atomic_load_n(&meeting->round, __ATOMIC_ACQUIRE) != round;
+}
+
+static void relax(void) {
+#ifdef __x86_64__
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Returns whether the others have come. */
+static int spin(Meeting *meeting, int32_t round) {
+    const double began = omp_get_wtime();
+    const float patience = meeting->patience;
+    for (float waited = 0; waited < (meeting->late ? LONG : SHORT); waited = (float)(omp_get_wtime() - began)) {
+        if (waited > patience) {
+            if (meeting->patience == patience && patience > SHORT) meeting->patience = patience / 2;
+            sched_yield();
+        }
+        for (int i = 0; i < SPINS; i++, relax())
+            if (over(meeting, round)) return 1;
+    }
+    return 0;
+}
+
+void meet(const Step *step) {
+    Meeting *meeting = step->meeting;
+    const int32_t threads = omp_get_num_threads();
+    if (threads == 1) return;
+    const int32_t round = __atomic_load_n(&meeting->round, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&meeting->arrived, 1, __ATOMIC_ACQ_REL) == threads) {
+        meeting->arrived = 0;
+        __atomic_store_n(&meeting->round, round + 1, __ATOMIC_SEQ_CST); /* who begins to sleep from here on sees it */
+        meeting->late = __atomic_exchange_n(&meeting->sleeping, 0, __ATOMIC_SEQ_CST);
+        if (meeting->late) syscall(SYS_futex, &meeting->round, FUTEX_WAKE_PRIVATE, threads, 0, 0, 0);
+    } else if (!spin(meeting, round)) {
+        __atomic_store_n(&meeting->sleeping, 1, __ATOMIC_SEQ_CST);
+        while (!over(meeting, round)) syscall(SYS_futex, &meeting->round, FUTEX_WAIT_PRIVATE, round, 0, 0, 0);
+    }
+}
+
+#else
+
+void meet(const Step *step) {
+    (void)step;
+#pragma omp barrier
+}
+
+#endif
