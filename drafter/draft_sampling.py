@@ -8,6 +8,7 @@ import torch
 
 from drafter.interface import DraftRequest
 from drafter.tree_builder import Choice
+from outrider.protocol.sampling_params import Verification
 from outrider.protocol.speculation import Distribution
 from outrider.speculation import noise, sampling
 from outrider.speculation.exponential_race import shared_choices, shared_draw
@@ -73,6 +74,14 @@ def next_token(
         column = shared_draw(adjusted, request.params, [len(tokens)])[0]
         return column if ids is None else int(ids[column]), []
     return shared_choices(adjusted, request.params, [len(tokens)], 1, ids)[0][0][0], []
+
+
+def draws_plainly(request: DraftRequest) -> bool:
+    """Return whether its tokens are the likeliest ones or draws that the target shares, from the logits as they are."""
+    params = request.params
+    adjusted = params.penalised or params.logit_bias or request.grammar_cursor
+    drawn = params.mode is Verification.COUPLED and not any(sampling.cut_kind(params))
+    return not adjusted and (params.greedy or drawn)
 
 
 def _mask_by_grammar(

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 
 from drafter.artifacts import read_trained
-from drafter.draft_sampling import next_token, token_choices
+from drafter.draft_sampling import draws_plainly, next_token, token_choices
 from drafter.hidden_states.received import WHOLE_PROMPT, ReceivedStates
 from drafter.interface import DraftRequest
 from drafter.lockstep import run_in_lockstep
-from drafter.methods.likeliest_chains import LikeliestChains
+from drafter.methods.kernel_chains import KernelChains
 from drafter.methods.registry import drafter
 from drafter.published.row_engine import RowEngine
 from drafter.tree_builder import TreeBuilder
@@ -77,9 +77,9 @@ class EagleDrafter:
         self._candidates = candidates
         self._opened = _EagleSession if isinstance(eagle, Eagle) else partial(_EagleSession, WHOLE_PROMPT)
         self._sessions: dict[str, _EagleSession] = {}  # least recently drafted first
-        self._chains: LikeliestChains | None = None
+        self._chains: KernelChains | None = None
         if isinstance(engine, NativeEngine) and isinstance(eagle, Eagle):
-            self._chains = LikeliestChains(eagle, engine)
+            self._chains = KernelChains(eagle, engine)
 
     @torch.inference_mode()
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
@@ -116,12 +116,12 @@ class EagleDrafter:
         for hidden_states in request.hidden_states:
             if not state.add(hidden_states):
                 self._engine.free(request.session)
-        params, draft = request.params, self._draft_tree if request.branches > 1 else self._draft_chain
-        adjusted = params.penalised or params.logit_bias or request.grammar_cursor
+        draft = self._draft_tree if request.branches > 1 else self._draft_chain
         if isinstance(self._engine, NativeEngine):
-            self._engine.guesses = bool(alone and request.branches == 1 and params.greedy and not adjusted)
-            if self._engine.guesses and self._chains is not None:
-                return (yield from self._draft_likeliest(request, state, self._chains))
+            plainly = alone and request.branches == 1 and draws_plainly(request)
+            self._engine.guesses = plainly and request.params.greedy
+            if plainly and self._chains is not None:
+                return (yield from self._draft_at_once(request, state, self._chains))
         yield from self._compute_new_states(request, state)
         if not state.outputs:
             return request.chain(done=True)  # no hidden states of the target yet
@@ -156,8 +156,8 @@ class EagleDrafter:
             state.path.append(token)
             state.outputs.append(output)
 
-    def _draft_after_commit(self, request: DraftRequest, state: _EagleSession, chains: LikeliestChains) -> Guess | None:
-        """Draft a greedy chain after the target's new states in one call of the kernels, where nothing else is new."""
+    def _draft_after_commit(self, request: DraftRequest, state: _EagleSession, chains: KernelChains) -> Guess | None:
+        """Draft a chain after the target's new states in one call of the kernels, where nothing else is new."""
         if not state.new_states:
             return None
         tokens, states = request.tokens[state.path_start :], state.next_states()
@@ -166,7 +166,7 @@ class EagleDrafter:
         state.path, state.outputs = [], []
         self._engine.truncate(request.session, state.num_cached)
         try:
-            drafted, hidden, logits = chains.extend(request.session, states, tokens, request.max_new_tokens)
+            drafted, hidden, logits = chains.extend(request, states, tokens, request.max_new_tokens)
         except Overloaded:
             return None
         state.cached(len(tokens))
@@ -174,20 +174,20 @@ class EagleDrafter:
         state.path += drafted[:-1]
         return request.chain(drafted)
 
-    def _draft_likeliest(self, request: DraftRequest, state: _EagleSession, chains: LikeliestChains) -> DraftSteps:
-        """Draft a greedy chain in one call of the kernels."""
+    def _draft_at_once(self, request: DraftRequest, state: _EagleSession, chains: KernelChains) -> DraftSteps:
+        """Draft a chain in one call of the kernels."""
         if (drafted_at_once := self._draft_after_commit(request, state, chains)) is not None:
             return drafted_at_once
         yield from self._compute_new_states(request, state)
         if not state.outputs:
             return request.chain(done=True)  # no hidden states of the target yet
         yield from self._compute_path(request, state, request.tokens[state.path_start :])
-        drafted = [chains.ids[int(state.outputs[-1].logits.argmax())]]
-        if request.max_new_tokens > 1:
+        choice = next_token(request, state.outputs[-1].logits, request.tokens, self._candidates, self._eagle.ids)
+        assert choice is not None, "no grammar forbids it"
+        drafted = [choice[0]]
+        if (left := request.max_new_tokens - 1) > 0:
             try:
-                more, hidden, logits = chains.extend(
-                    request.session, state.outputs[-1].state, drafted, request.max_new_tokens - 1
-                )
+                more, hidden, logits = chains.extend(request, state.outputs[-1].state, drafted, left)
             except Overloaded:
                 return (yield from self._draft_chain(request, state))
             state.add_outputs(hidden, logits)

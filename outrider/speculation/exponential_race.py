@@ -27,9 +27,7 @@ def shared_draw(logits: torch.Tensor, params: SamplingParams, positions: Sequenc
 
 def coupled_draws(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
     """Return the token drawn from each row with the row's own parameters, which need the same cuts.  # [rows]"""
-    keys = [
-        noise.key(_seed(each), noise.Use.COUPLED, position) for each, position in zip(params, positions, strict=True)
-    ]
+    keys = [shared_key(each, position) for each, position in zip(params, positions, strict=True)]
     cuts = Cuts.of(params, logits.device)
     if not any(cuts.kind) and (logits.is_cuda or logits.shape[-1] > noise.MANY_IDS):
         return _uncut_draws(logits, noise.signed(keys), cuts.temperature)
@@ -38,9 +36,10 @@ def coupled_draws(logits: torch.Tensor, params: Sequence[SamplingParams], positi
     return columns if kept.ids.dim() == 1 else kept.ids.gather(1, columns[:, None])[:, 0]
 
 
-def _seed(params: SamplingParams) -> int:
+def shared_key(params: SamplingParams, position: int) -> int:
+    """Return the key of the noise that drafter and target share."""
     assert params.seed is not None
-    return params.seed
+    return noise.key(params.seed, noise.Use.COUPLED, position)
 
 
 def _uncut_draws(logits: torch.Tensor, states: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -84,7 +83,7 @@ def shared_choices(
     else:
         kept = sampling.candidates(values, params)
         ids = ids.gather(1, kept.ids.expand(len(values), -1))
-        keys = [noise.key(_seed(params), noise.Use.COUPLED, position) for position in positions]
+        keys = [shared_key(params, position) for position in positions]
         sums = -noise.arrival_times(keys, ids, kept.probs).log()
     best = torch.log_softmax(sums, dim=-1).sort(dim=-1, descending=True, stable=True)
     shares, tokens = best.values[:, :count], ids.gather(1, best.indices[:, :count])

@@ -36,6 +36,8 @@ _LAYER_NORMS = ("attention_in", "attention_out", "mlp_in", "mlp_out", "query", "
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _SAME = ("hidden", "heads", "kv_heads", "head_dim", "inner", "rotated", "gated", "parallel", "softcap")
 _C = structures()
+_Draws = tuple[float, Sequence[int]]  # of the tokens of a chain: temperature, and the key of each one's noise
+_GREEDY: _Draws = (0.0, ())
 _COMPARED_ROWS = 4
 _compared: set[int] = set()  # block formats, in this process
 
@@ -113,18 +115,19 @@ class NativeEngine(PagedEngine):
         for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
 
-    def prepare_chain(self, inputs: torch.Tensor, mix: torch.Tensor) -> Any:
-        """Return what `chain` needs of a layer: each token's part of its input, and the linear map of the state."""
+    def prepare_chain(self, inputs: torch.Tensor, mix: torch.Tensor, ids: torch.Tensor) -> Any:
+        """Return what `chain` needs: tokens' parts of its input, the linear map of the state, and ids of columns."""
         address = _address(self._referenced, inputs.float())
         head = ctypes.byref(self._model.head)
         if size := self._library.outrider_rough_size(head):
             self._model.rough = _address(self._referenced, self._memory.take((size,), torch.uint8))
             self._library.outrider_make_rough(head, ctypes.c_void_p(self._model.rough))
-        return _C.Chain(mix=self._linear(specs.Linear(mix), self._weights), inputs=address)
+        mix = self._linear(specs.Linear(mix), self._weights)
+        return _C.Chain(mix=mix, inputs=address, ids=_address(self._referenced, ids))
 
     @torch.inference_mode()
     def chain(
-        self, chain: Any, session: str, states: torch.Tensor, tokens: Sequence[int], count: int
+        self, chain: Any, session: str, states: torch.Tensor, tokens: Sequence[int], count: int, draws: _Draws = _GREEDY
     ) -> tuple[list[int], StepResult]:
         """Continue a session by tokens, given by their columns of the logits, and by the likeliest ones after them.
 
@@ -135,7 +138,9 @@ class NativeEngine(PagedEngine):
         assert states.shape == (given, self._spec.hidden), "the kernels read a state before each given token"
         rows = given + count - 1
         columns = (ctypes.c_int32 * (rows + 1))(*tokens)
+        noise = (ctypes.c_uint64 * len(draws[1]))(*draws[1])
         chain.given, chain.states, chain.columns = given, states.data_ptr(), ctypes.addressof(columns)
+        chain.temperature, chain.keys, self.guesses = draws[0], ctypes.addressof(noise), draws[0] == 0.0
         inputs, last = torch.empty(rows, self._spec.hidden), given - 1
         new = SessionTokens(session, range(rows), logits_from=last, hidden_from=last, input_embeddings=inputs)
         step = self._schedule([new])
@@ -149,7 +154,7 @@ class NativeEngine(PagedEngine):
         logits, args.logits = self._buffer("logits", step.num_logits, self._vocab)
         hidden, args.hidden = self._buffer("hidden", outputs, spec.hidden)
         args.rows, args.num_wanted, args.num_logits = len(step.ids), outputs, step.num_logits
-        args.num_states, args.guesses, args.exact = len(step.layers), bool(chain) or self.guesses, self.exact
+        args.num_states, args.guesses, args.exact = len(step.layers), self.guesses, self.exact
         if step.layers:
             states, layers = torch.empty(outputs, len(step.layers) * spec.hidden), array("i", step.layers)
             args.states, args.layers = states.data_ptr(), layers.buffer_info()[0]

@@ -111,7 +111,10 @@ typedef struct {
     const float *inputs; /* [columns of the logits, hidden]: the part of each token */
     const float *states; /* [given, hidden], before the first rows */
     int32_t *columns;    /* [rows + 1] of the tokens and the one after them: the first ones are given */
+    const int64_t *ids;  /* of the columns */
+    const uint64_t *keys; /* of the noise, for each token that is found */
     int32_t given;
+    float temperature; /* 0: the likeliest tokens */
 } Chain;
 
 /* The prefetch during a product: in both streams of a panel, this many bytes further with every input. */

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter.hidden_states import received
 from drafter.interface import DraftRequest
-from drafter.methods import likeliest_chains
+from drafter.methods import kernel_chains
 from drafter.methods.eagle import EagleDrafter, engine_for
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.messages import HiddenStates
@@ -175,7 +175,7 @@ def test_more_states_than_one_pass_takes(
 def test_rare_tokens_take_turns_in_their_places(
     target: LlamaForCausalLM, eagle: Eagle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(likeliest_chains, "_PLACES", 8)
+    monkeypatch.setattr(kernel_chains, "_PLACES", 8)
     drafter = drafter_of(eagle, 2048)
     texts = [[(first + 7 * i) % VOCAB for i in range(8)] for first in range(VOCAB)]
     for number, text in enumerate(texts):
@@ -238,6 +238,29 @@ def test_neighbours_do_not_change_a_draft(
     (alone,) = drafter.draft([request("alone")])
     assert len(alone.tokens) == 6
     assert drafter.draft([request("one"), request("other")]) == [alone, alone]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4, 1.0])
+def test_what_was_computed_at_once_is_what_later_steps_continue_from(
+    target: LlamaForCausalLM, eagle: Eagle, temperature: float
+) -> None:
+    """Commits of right and of wrong guesses, states that come late, and more of a chain that is open."""
+    alone, together = drafter_of(eagle, 512), drafter_of(eagle, 512)
+    params = SamplingParams(temperature=temperature, seed=3)
+    tokens, told, drafted = list(PROMPT), 0, list[int]()
+    for commit in (0, 2, -1, 3, 1, 0):
+        tokens += drafted[:commit] if commit >= 0 else [9, 12]
+        states = states_of(target, tokens)
+        pieces = [] if commit == 3 else [sent(states, max(0, told - 1), len(tokens) - 1)]
+        told = told if commit == 3 else len(tokens) - 1
+        request = ask_for(tokens, 4, *pieces, params=params)
+        (guess,) = alone.draft([request])
+        assert [guess, guess] == together.draft([request, replace(request, session="other")])
+        drafted = list(guess.tokens)
+        more = ask_for(tokens, 2, params=params, guesses=drafted)
+        (longer,) = alone.draft([more])
+        assert [longer, longer] == together.draft([more, replace(more, session="other")])
+        assert len(longer.tokens) == 6
 
 
 def test_nothing_without_states(drafter: EagleDrafter) -> None:

@@ -13,6 +13,9 @@ from outrider.engine import SessionTokens, StepResult
 from outrider.engine.model_spec import build_spec
 from outrider.engine.native import NativeEngine
 from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.speculation import noise
+from outrider.speculation.exponential_race import shared_key
 from tests.unit.outrider.engine.native.tiles import tiles
 
 VOCAB, HIDDEN = 1003, 72  # no multiples of any panel or block
@@ -47,7 +50,7 @@ def extend(runs: NativeEngine, count: int) -> StepResult:
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_the_likeliest_logits_are_those_of_all_bits(threads: int, count: int) -> None:
     runs = engine(threads)
-    runs.prepare_chain(INPUTS, MIX)
+    runs.prepare_chain(INPUTS, MIX, torch.arange(VOCAB))
     exact = extend(runs, count)
     runs.guesses = True
     rough = extend(runs, count)
@@ -68,7 +71,7 @@ def test_a_chain_continues_by_the_likeliest_tokens(given: list[int], threads: in
     """Each row's input is made here from the state before it. The given ones go through a step, as do later ones."""
     runs = engine(threads)
     before = torch.randn(len(given), HIDDEN, generator=torch.Generator().manual_seed(6))
-    columns, computed = runs.chain(runs.prepare_chain(INPUTS, MIX), "chain", before, given, 4)
+    columns, computed = runs.chain(runs.prepare_chain(INPUTS, MIX, torch.arange(VOCAB)), "chain", before, given, 4)
     found, states = computed.logits[0].clone(), computed.hidden_states[0].clone()
     assert len(columns) == len(found) == len(states) == 4
     tokens = given
@@ -82,3 +85,22 @@ def test_a_chain_continues_by_the_likeliest_tokens(given: list[int], threads: in
         assert column == likeliest == int(found[row].argmax())
         assert torch.allclose(found[row, likeliest], step.logits[0][0, likeliest], rtol=0.02)
         tokens, before = [column], states[row : row + 1]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_a_chain_draws_with_the_noise_that_the_target_shares(temperature: float) -> None:
+    runs, given = engine(2), [5, 7]
+    ids = torch.arange(VOCAB) * 31 + 7
+    before = torch.randn(len(given), HIDDEN, generator=torch.Generator().manual_seed(6))
+    params = SamplingParams(temperature=temperature, seed=11)
+    keys = [shared_key(params, position) for position in range(30)]
+    columns, computed = runs.chain(runs.prepare_chain(INPUTS, MIX, ids), "s", before, given, 30, (temperature, keys))
+    assert len(set(columns)) > 2
+    for column, logits, key in zip(columns, computed.logits[0], keys, strict=True):
+        weights = torch.softmax(logits.double() / temperature, dim=-1)
+        assert column == int(noise.exponential_race([key], ids, weights[None])[0])
+    exact = runs.extend([SessionTokens("t", [3, 4], input_embeddings=INPUTS[[3, 4]])]).logits[0].clone()
+    runs.guesses = False
+    runs.free("t")
+    runs.blocks.pool.evict_all()
+    assert torch.equal(exact, runs.extend([SessionTokens("t", [3, 4], input_embeddings=INPUTS[[3, 4]])]).logits[0])
