@@ -190,7 +190,7 @@ class Drafting:
         linked = verifier if isinstance(verifier, VerifierStream) and self._can_link(verifier, connection) else None
         if (
             adaptive
-            and linked is None
+            and (linked is None or not self._text.cold)
             and share_cores(verifier.connection.info, connection.info)
             and not self._attached
         ):
@@ -261,7 +261,7 @@ class Drafting:
         self._selection.remove(drafter.source)
         histories = self._histories.pop(drafter.source)
         shared = drafter.shares_cores and not self._estimator.shared  # beside others, guesses are judged anew
-        reading = None if not shared else 0.0 if drafter.direct else READING
+        reading = None if not shared else 0.0 if drafter.direct and self._text.cold else READING
         histories.remember(drafter.pair, self._estimator.pair, alone=self._sources == 1, reading=reading)
 
     def _steer(self) -> None:

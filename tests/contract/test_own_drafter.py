@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from coordinator.api.service import CoordinatorService
+from coordinator.persistence.pair_history import PairHistoryStore
+from outrider.base.aio import until as soon
 from outrider.protocol.speculation import TokenKind
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import common_pb2 as common
-from tests.cluster import Cluster, Output, ask, generate_all, server_info, until
+from tests.cluster import Cluster, Output, ask, client, generate, generate_all, in_process, server_info, until
 from tests.conftest import Models
 
 pytestmark = pytest.mark.timeout(120)
@@ -68,3 +74,26 @@ async def test_a_killed_verifier_takes_its_drafter_along_and_both_come_back(toge
     registered(together)
     (after,) = {each.stats.drafter for each in await texts(together, 2, temperature=0.0)}
     assert before == after == "suffix+model"
+
+
+@pytest.mark.parametrize(("temperature", "drafter"), [(0.8, ""), (0.0, "suffix+model")])
+async def test_only_greedy_answers_attach_it_in_spite_of_a_debt(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, drafter: str
+) -> None:
+    """Draws are guessed less often, and a trial costs a few steps in each answer."""
+    monkeypatch.setattr(PairHistoryStore, "settle", lambda *_: -20.0)
+    settings = CoordinatorSettings(http_port=-1)
+    service, cluster = CoordinatorService(settings, "redis://127.0.0.1:1"), Cluster(tmp_path)
+    async with in_process(service, settings) as address:
+        verifier = cluster.add_verifier(
+            models.target, "--own-drafter", f"suffix+model:{models.draft}", "--coordinators", address
+        )
+        try:
+            await asyncio.to_thread(verifier.start)
+            pool = service.sessions.worker_pool
+            assert await soon(lambda: len(pool.connections()) == 2, 60)
+            params = {"temperature": temperature, "seed": 5, "max_tokens": LENGTH, "ignore_eos": True}
+            async with client(address) as stub:
+                assert (await generate(stub, ask(PROMPTS[0], **params))).stats.drafter == drafter
+        finally:
+            await asyncio.to_thread(cluster.stop)
