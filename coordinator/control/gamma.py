@@ -166,7 +166,7 @@ class Controller:
             reads = self._since_plan <= READ_STEPS and not self._estimator.pair.checked
             own, spent_ms = (READ_WAIT, timings.wait_us / 1000) if reads else (len(verdict.tokens), ms)
             gain = own - spent_ms * self._expected_plain / 1000.0
-            self._update_credit(min(0.0, gain) if reads else gain)
+            self._update_credit(min(0.0, gain) if reads else gain, guessed=verdict.proposed > 0)
         if self.plan.gamma and not self._probe_steps_left and self._since_plan > SETTLING:
             self._compare(len(verdict.tokens), ms)
 
@@ -252,7 +252,7 @@ class Controller:
             return choice
         return self._probe(conditions) or choice
 
-    def _update_credit(self, gain: float) -> None:
+    def _update_credit(self, gain: float, *, guessed: bool) -> None:
         """Record what a step gained over plain decoding, in plain steps; suspend speculation without credit."""
         suspended, referred = self._suspended, self._since_reference >= REFERENCE_EVERY
         pair = self._estimator.pair
@@ -260,7 +260,7 @@ class Controller:
             self._since_reference += 1
             pair.gain(max(gain, -LONGEST_ROUND))
         else:
-            self._since_reference = 0
+            self._since_reference *= guessed  # by the plan before: no plain step was measured yet
             pair.credit = max(pair.credit, min(pair.least_credit, pair.credit + pair.refill))
         self._suspended = pair.credit <= 0.0 or (suspended and pair.credit < pair.least_credit)
         if suspended != self._suspended or referred or self._since_reference >= REFERENCE_EVERY:

@@ -16,8 +16,9 @@ from coordinator.control.estimator import (
     BestDrafter,
     Estimator,
     PairEstimate,
+    PairHistory,
 )
-from coordinator.control.gamma import RESTS_AFTER, Controller
+from coordinator.control.gamma import REFERENCE_EVERY, RESTS_AFTER, Controller
 from coordinator.control.throughput_model import PLAIN, throughput
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import TokenKind, Verdict, VerifyTimings
@@ -88,3 +89,24 @@ def test_a_drafter_rests_after_some_plain_steps() -> None:
         resting.append(control.resting)
     assert not any(resting[: RESTS_AFTER - 1])
     assert resting[-1], "its hidden states would cost plain steps time"
+
+
+def test_the_plain_step_that_is_measured_between_guesses_has_none() -> None:
+    """Guesses of the plan before are still on their way when the plain one begins."""
+    known: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+    made = linked(known)
+    made.pair.start_from(PairHistory(acceptance=[0.9] * 8, draft_ms=0.3))
+    control = Controller(8, made)
+    proposed, without = 0, []
+    for step in range(4 * REFERENCE_EVERY):
+        before = known[-1] if known else None
+        if proposed:
+            timings = VerifyTimings(wait_us=1000, step_us=4500)
+            control.observe(Verdict(step, (1, 1), 1, TokenKind.BONUS, proposed, timings=timings), DIRECT)
+        else:
+            control.observe(plain(step_ms=4.0 + step / 100), DIRECT)
+            without.append(known[-1] != before)
+        proposed = control.plan.gamma  # steering takes a step
+        control.decide(DIRECT)
+    assert proposed, "it pays"
+    assert sum(without[BEGINNING + KNOWN_STEPS :]) >= 2, "one in every so many steps was measured"
