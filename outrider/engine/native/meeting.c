@@ -52,10 +52,11 @@ void meet(const Step *step) {
     if (__atomic_add_fetch(&meeting->arrived, 1, __ATOMIC_ACQ_REL) == threads) {
         meeting->arrived = 0;
         __atomic_store_n(&meeting->round, round + 1, __ATOMIC_SEQ_CST); /* who begins to sleep from here on sees it */
-        meeting->late = __atomic_exchange_n(&meeting->sleeping, 0, __ATOMIC_SEQ_CST);
+        /* The others may be at the next meeting by now, and asleep there: that is told to who comes last to it. */
+        meeting->late = __atomic_exchange_n(&meeting->sleeping[round & 1], 0, __ATOMIC_SEQ_CST);
         if (meeting->late) syscall(SYS_futex, &meeting->round, FUTEX_WAKE_PRIVATE, threads, 0, 0, 0);
     } else if (!spin(meeting, round)) {
-        __atomic_store_n(&meeting->sleeping, 1, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&meeting->sleeping[round & 1], 1, __ATOMIC_SEQ_CST);
         while (!over(meeting, round)) syscall(SYS_futex, &meeting->round, FUTEX_WAIT_PRIVATE, round, 0, 0, 0);
     }
 }

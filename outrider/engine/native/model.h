@@ -79,8 +79,9 @@ typedef struct {
 /* Where the threads of a step wait for each other, see meeting.c. */
 typedef struct {
     int32_t arrived, round;
-    int32_t sleeping, late; /* whether any thread has begun to sleep, and whether one had to be woken last */
-    float patience;         /* seconds */
+    int32_t sleeping[2]; /* of even and odd rounds: whether any thread has begun to sleep */
+    int32_t late;        /* whether one had to be woken last */
+    float patience;      /* seconds */
 } Meeting;
 
 #define PATIENCE 200e-6f
