@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -38,10 +39,18 @@ def packed(plain_target: LlamaForCausalLM) -> PackedProjection:
 
 
 async def put_parts(address: str, parts: Iterator[common.ProjectionPart]) -> list[bool]:
-    """Offer a projection; return the verifier's replies."""
+    """Offer a projection as a coordinator does: its data once they are wanted. Return the verifier's replies."""
     async with grpc.aio.insecure_channel(address) as channel:
-        stub: rpc.VerifierAsyncStub = rpc.VerifierStub(channel)  # type: ignore[assignment]
-        return [reply.wanted async for reply in stub.PutProjection(parts)]
+        call: Any = rpc.VerifierStub(channel).PutProjection()
+        await call.write(next(parts))
+        replies = [(await call.read()).wanted]
+        if replies[0]:
+            for part in parts:
+                await call.write(part)
+            replies.append((await call.read()).wanted)
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        return replies
 
 
 async def put(address: str, spec: StateSpec, data: bytes) -> list[bool]:

@@ -44,6 +44,15 @@ static int spin(Meeting *meeting, int32_t round) {
     return 0;
 }
 
+/* For a test, compiled with -DLATE_WAKING: the last one to come is away for longer than others spin, now and then. */
+static void lose_core(int32_t round) {
+#ifdef LATE_WAKING
+    if (round % 8 == 0) usleep(150);
+#else
+    (void)round;
+#endif
+}
+
 void meet(const Step *step) {
     Meeting *meeting = step->meeting;
     const int32_t threads = omp_get_num_threads();
@@ -53,8 +62,10 @@ void meet(const Step *step) {
         meeting->arrived = 0;
         __atomic_store_n(&meeting->round, round + 1, __ATOMIC_SEQ_CST); /* who begins to sleep from here on sees it */
         /* The others may be at the next meeting by now, and asleep there: that is told to who comes last to it. */
+        lose_core(round);
         meeting->late = __atomic_exchange_n(&meeting->sleeping[round & 1], 0, __ATOMIC_SEQ_CST);
         if (meeting->late) syscall(SYS_futex, &meeting->round, FUTEX_WAKE_PRIVATE, threads, 0, 0, 0);
+        lose_core(round);
     } else if (!spin(meeting, round)) {
         __atomic_store_n(&meeting->sleeping[round & 1], 1, __ATOMIC_SEQ_CST);
         while (!over(meeting, round)) syscall(SYS_futex, &meeting->round, FUTEX_WAIT_PRIVATE, round, 0, 0, 0);

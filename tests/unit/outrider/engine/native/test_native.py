@@ -382,6 +382,25 @@ def test_threads_that_sleep_beside_others_miss_nothing() -> None:
         busy.wait()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads sleep by futex on Linux only")
+def test_who_sleeps_at_the_next_meeting_already_is_woken() -> None:
+    """The last one at a meeting loses its core before it asks who sleeps. In a process: a step that hangs goes on."""
+    code = """
+from outrider.engine import SessionTokens
+from outrider.engine.native import build
+from outrider.engine.native import engine as native_engine
+from tests.unit.outrider.engine.native.test_native import engine, home, llama
+late = build.load(build.compile_for("native", home() / "kernels", "-DLATE_WAKING"))
+native_engine.library = lambda: late
+engine = engine(llama(), threads=2)
+for token in range(1, 60):
+    engine.extend([SessionTokens("a", [token])])
+print("ended")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90)
+    assert ran.stdout.split() == ["ended"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads by /proc")
 def test_threads_that_loaded_a_model_are_gone_before_another_runs_it(tmp_path: Path) -> None:
     """Were they counted still, OpenMP would put the others to sleep between any two parts of a step."""
