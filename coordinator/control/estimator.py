@@ -150,6 +150,11 @@ class PairEstimate:
         """Begin with a credit, less the debt that earlier sessions have left. No session may lose all they gained."""
         self.credit = self.lent = min(max(own, self.least_credit), MAX_CREDIT) + min(0.0, max(gained, -self._most_owed))
 
+    @property
+    def reads(self) -> bool:
+        """Return whether the time of the next guess says little of later ones: the drafter reads the prompt first."""
+        return self.direct and not self.checked
+
     def gain(self, steps: float) -> None:
         """Count what a step gained. The kind of text has gained it even where the credit is at its bound."""
         unbounded = self.credit + steps
@@ -158,7 +163,7 @@ class PairEstimate:
 
     def observe_draft(self, depth: int, draft_us: int, *, tree: bool = False) -> None:
         """Record the drafting time of a guess of this depth."""
-        if depth and draft_us:  # a guess that is split over messages reports its time with the first
+        if depth and draft_us and not self.reads:  # a guess that is split over messages reports its time with the first
             (self.level_ms if tree else self.draft_ms).add(draft_us / 1000 / depth)
 
     def observe_verdict(self, proposed: int, accepted: int, *, due: bool, from_branches: int = 0) -> None:
@@ -276,14 +281,14 @@ class Estimator:
         """Record a verdict under this plan; return whether its wait timed out without a guess."""
         self._observe_step(verdict, plan)
         tree, asked, waited = plan.branches > 1, plan.gamma > 0, wait_timeout_ms > 0
-        due = asked and (waited or verdict.proposed > 0)
+        due, reads = asked and (waited or verdict.proposed > 0), self.pair.reads
         self.pair.observe_verdict(
             verdict.proposed, verdict.accepted, due=due, from_branches=verdict.accepted_from_branch
         )
         if tree:
             self.pair.observe_tree(verdict, ahead=plan.ahead)
         wait_ms = verdict.timings.wait_us / 1000
-        if asked and waited and not plan.ahead:
+        if asked and waited and not plan.ahead and not reads:
             step_ms = 0.0 if drafter is None else drafter.level_ms or 0.0 if tree else drafter.draft_ms
             self._network_ms.add(max(0.0, wait_ms - verdict.proposed * step_ms))
         timed_out = waited and wait_ms >= TIMED_OUT * wait_timeout_ms
