@@ -14,7 +14,7 @@ from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.speculation import TokenKind, Verdict
 
 PRIOR_ACCEPTANCE = 0.6
-PRIOR_TRIALS = 4.0
+PRIOR_TRIALS, DIRECT_TRIALS = 4.0, 24.0  # the latter for what was remembered, without a network
 MIN_KNOWN = 0.05  # acceptance in the pair history with which a position is compared
 PRIOR_GAIN = 0.4  # share of failed guesses whose right token is on another of three branches
 PRIOR_GAIN_TRIALS = 10.0
@@ -39,7 +39,7 @@ MAX_GAINED = 30.0  # by a kind of text, or lost: what many answers may lose befo
 WINDOW = 9  # plain steps on shared cores that tell what one takes
 JOINED, LEFT = 0.8, 0.3  # other sessions of a step, from which on the verifier is shared, and no longer is
 KNOWN_STEPS = 3  # for their median to count
-BEGINNING = 4  # steps of a session that opening it has slowed down
+BEGINNING = 4  # steps of a session that opening it has slowed down, and guesses without a network
 
 
 class CostLine:
@@ -139,12 +139,12 @@ class PairEstimate:
         self.tree_gain = DecayedMean(FORGETTING, history.tree_gain, PRIOR_GAIN_TRIALS)
         self.ahead_gain = DecayedMean(FORGETTING, history.ahead_gain, PRIOR_GAIN_TRIALS)
         self.proposal_rate = DecayedMean(SMOOTHING, history.offer_rate)
-        self.draft_ms = DecayedMean(SMOOTHING, history.draft_ms)
+        self.draft_ms = DecayedMean(SMOOTHING, history.draft_ms or None)
         self.level_ms = DecayedMean(SMOOTHING, history.level_ms or None)
         self.nodes_per_level = DecayedMean(SMOOTHING, history.tree_rows)
         self.ratios = ThroughputRatios(history.paces)
         self.lend(history.gained)
-        self.checked = False  # whether any guess was checked
+        self.checked = 0  # verdicts with guesses
 
     def lend(self, gained: float, own: float = 0.0) -> None:
         """Begin with a credit, less the debt that earlier sessions have left. No session may lose all they gained."""
@@ -152,8 +152,8 @@ class PairEstimate:
 
     @property
     def reads(self) -> bool:
-        """Return whether the time of the next guess says little of later ones: the drafter reads the prompt first."""
-        return self.direct and not self.checked
+        """Return whether the time of the next guess says little of later ones: the first ones take longer."""
+        return self.direct and self.checked < BEGINNING
 
     def gain(self, steps: float) -> None:
         """Count what a step gained. The kind of text has gained it even where the credit is at its bound."""
@@ -164,7 +164,11 @@ class PairEstimate:
     def observe_draft(self, depth: int, draft_us: int, *, tree: bool = False) -> None:
         """Record the drafting time of a guess of this depth."""
         if depth and draft_us and not self.reads:  # a guess that is split over messages reports its time with the first
-            (self.level_ms if tree else self.draft_ms).add(draft_us / 1000 / depth)
+            self.add(self.level_ms if tree else self.draft_ms, draft_us / 1000 / depth)
+
+    def add(self, mean: DecayedMean, ms: float) -> None:
+        """Add a time. Without a network, what takes much longer than usual was delayed by other load."""
+        mean.add(min(ms, 2.0 * mean.value) if self.direct and mean.known else ms)
 
     def observe_verdict(self, proposed: int, accepted: int, *, due: bool, from_branches: int = 0) -> None:
         """Record a verdict.
@@ -173,7 +177,7 @@ class PairEstimate:
         """
         if due:
             self.proposal_rate.add(proposed > 0)
-        self.checked = self.checked or proposed > 0
+        self.checked += proposed > 0
         for i in range(min(accepted + 1, proposed, len(self._accepted))):
             # The verdict does not report which tokens came from a branch. The last ones are the likeliest:
             # what follows a branch is drafted last.
@@ -206,8 +210,10 @@ class PairEstimate:
         result: list[float] = []
         prior, shift = PRIOR_ACCEPTANCE, 1.0
         for i, accepted in enumerate(self._accepted):
-            known, shift = (self._known_acceptance[i], shift) if i < len(self._known_acceptance) else (prior, 1.0)
-            prior_trials = PRIOR_TRIALS * (1.0 - FORGETTING * accepted.trials)  # forgotten as earlier trials are
+            remembered = i < len(self._known_acceptance)
+            known, shift = (self._known_acceptance[i], shift) if remembered else (prior, 1.0)
+            prior_trials = DIRECT_TRIALS if remembered and self.direct else PRIOR_TRIALS
+            prior_trials *= 1.0 - FORGETTING * accepted.trials  # forgotten as earlier trials are
             trials = accepted.trials + prior_trials
             prior = (accepted.value * accepted.trials + min(1.0, known * shift) * prior_trials) / trials
             shift = prior / max(known, MIN_KNOWN)
@@ -280,17 +286,15 @@ class Estimator:
     ) -> bool:
         """Record a verdict under this plan; return whether its wait timed out without a guess."""
         self._observe_step(verdict, plan)
-        tree, asked, waited = plan.branches > 1, plan.gamma > 0, wait_timeout_ms > 0
-        due, reads = asked and (waited or verdict.proposed > 0), self.pair.reads
-        self.pair.observe_verdict(
-            verdict.proposed, verdict.accepted, due=due, from_branches=verdict.accepted_from_branch
-        )
+        tree, asked, waited, reads = plan.branches > 1, plan.gamma > 0, wait_timeout_ms > 0, self.pair.reads
+        due, beside = asked and (waited or verdict.proposed > 0), verdict.accepted_from_branch
+        self.pair.observe_verdict(verdict.proposed, verdict.accepted, due=due, from_branches=beside)
         if tree:
             self.pair.observe_tree(verdict, ahead=plan.ahead)
         wait_ms = verdict.timings.wait_us / 1000
         if asked and waited and not plan.ahead and not reads:
             step_ms = 0.0 if drafter is None else drafter.level_ms or 0.0 if tree else drafter.draft_ms
-            self._network_ms.add(max(0.0, wait_ms - verdict.proposed * step_ms))
+            self.pair.add(self._network_ms, max(0.0, wait_ms - verdict.proposed * step_ms))
         timed_out = waited and wait_ms >= TIMED_OUT * wait_timeout_ms
         in_vain = timed_out and not verdict.proposed
         if in_vain or verdict.proposed:

@@ -50,7 +50,7 @@ COMPARE_STEPS_SLOW = 6  # the same for a plan that is clearly slower than plain 
 CLEARLY_SLOWER = 0.85
 LONGEST_ROUND = 2.0  # plain steps by which a round lowers the credit at most: other load has delayed a longer one
 READ_STEPS, READ_WAIT = 4, 1.0  # steps that wait so many plain ones longer, unpaid: the drafter reads the prompt
-REFERENCE_EVERY = 16  # steps with guesses between two plain ones, which are measured
+REFERENCE_EVERY = 48  # steps with guesses between two plain ones, which are measured
 
 
 def choose_plan(
@@ -153,7 +153,8 @@ class Controller:
 
     def observe(self, verdict: Verdict, drafter: BestDrafter | None) -> None:
         """Record a verdict under the present plan."""
-        self._choice_due |= self._estimator.observe(verdict, self.plan, self.wait_timeout_ms, drafter)
+        wait_ms = self.wait_timeout_ms if self._since_plan else 0.0  # the verifier may not have known a new plan
+        self._choice_due |= self._estimator.observe(verdict, self.plan, wait_ms, drafter)
         if self._probe_steps_left and verdict.accepted:
             self._probe_steps_left += PROBE_STEPS
         self._since_choice += 1
@@ -175,7 +176,7 @@ class Controller:
         """Return whether it is time for a choice."""
         settled = self._idle or self._suspended or self._since_plan >= SETTLED_AFTER
         every = DECIDE_EVERY_SETTLED if settled else DECIDE_EVERY
-        every = DECIDE_EVERY_RESTING if self.resting else every
+        every = DECIDE_EVERY_RESTING if self.resting and self._estimator.shared else every
         short = self._estimator.shortfall_rate.value > RARE_SHORTFALL_RATE or not self.wait_timeout_ms
         now = self._choice_due or self._estimator.pair.renewed or self._probe_steps_left > 0
         return now or self._since_choice >= every or (short and self._fixed_plan is not None)

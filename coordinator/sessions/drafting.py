@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
@@ -40,8 +40,8 @@ from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.protocol.speculation import SourceTally, Verdict, VerifySteering
 from outrider.v1 import common_pb2 as common
 
-# Of drafters without a network, in tokens of a chain: the start of a draft, and until measured, a level of a tree.
-DIRECT_START, DIRECT_LEVEL = 2, 4.0
+# Of drafters without a network: a draft's start and a tree's level (until measured) in tokens of a chain; a wait, ms.
+DIRECT_START, DIRECT_LEVEL, DIRECT_WAIT_MS = 3, 5.0, 1.0
 
 log = structlog.get_logger(__name__)
 
@@ -114,7 +114,8 @@ class Drafting:
         self._passed_at = -1
         others, plain = load_of(verifier.connection) - 1, getattr(verifier.connection, "plain_steps", None)
         self._estimator.attach_verifier(verifier.connection.info.load.cost, max(0, others), plain)
-        async with background(*(self._keep_drafting(verifier, place) for place in range(self._places))):
+        places = range(self._context.drafters * self.control.wants_drafter)
+        async with background(*(self._keep_drafting(verifier, place) for place in places)):
             try:
                 yield
             finally:
@@ -205,7 +206,8 @@ class Drafting:
         source = self._sources
         if linked is not None:
             linked.expect_direct(source)
-            self._estimator.pair.link(trust=self._text.cold)
+            for each in (pair, self._estimator.pair):
+                each.link(trust=self._text.cold)
         span = self._stats.span.child("draft", connection.attributes)
         async with DrafterStream(
             connection, self._record, self._target, span, source, pair, self.control.plan, direct=linked is not None
@@ -272,8 +274,6 @@ class Drafting:
         if best is not None:
             self._stats.drafter_kind = best.connection.info.kind
             self._best = _best_drafter(verifier, best.connection, best.pair, shares_cores=best.shares_cores)
-            if best.direct and self._best.level_ms is None:
-                self._best = replace(self._best, level_ms=DIRECT_LEVEL * self._best.draft_ms)
         steering = self.control.decide(self._best)
         plan = self.control.plan
         if steering is not None:
@@ -306,18 +306,15 @@ class Drafting:
     def _readable_states(self) -> list[StateSpec]:
         """Return what the attached drafters read, unless they rest, then what available ones would."""
         attached = [each.spec for each in self._attached.values() if each.wants_hidden_states and not self._resting]
-        return [*attached, *self._chooser.readable_states(self._places)]
-
-    @property
-    def _places(self) -> int:
-        return self._context.drafters if self.control.wants_drafter else 0
+        return [*attached, *self._chooser.readable_states(self._context.drafters * self.control.wants_drafter)]
 
 
 def _best_drafter(
     verifier: GuessReceiver, drafter: WorkerConnection, pair: PairEstimate, *, shares_cores: bool
 ) -> BestDrafter:
-    round_trips_ms = verifier.connection.round_trip_ms + drafter.round_trip_ms
-    return BestDrafter(round_trips_ms, pair.draft_ms.value, pair.level_ms.value or None, shares_cores)
+    round_trips_ms = DIRECT_WAIT_MS if pair.direct else verifier.connection.round_trip_ms + drafter.round_trip_ms
+    level_ms = pair.level_ms.value or (DIRECT_LEVEL * pair.draft_ms.value if pair.direct else None)
+    return BestDrafter(round_trips_ms, pair.draft_ms.value, level_ms, shares_cores)
 
 
 def _log_plan(control: Controller) -> None:

@@ -52,7 +52,8 @@ class CutChat:
         self.messages, self.tools = list(chat.messages), list(chat.tools)
         self._mark = ""
         if control is not None and any(control.search(text) for text in chat.texts()):
-            self._mark = _unused(chat.texts())
+            used = set().union(*chat.texts())
+            self._mark = next(chr(code) for code in _PRIVATE if chr(code) not in used)
             self.messages, self.tools = self._cut(self.messages, control), self._cut(self.tools, control)
 
     def pieces(self, rendered: str) -> list[str]:
@@ -76,8 +77,3 @@ def _texts(value: Any) -> Iterator[str]:
         parts = [*value, *value.values()] if isinstance(value, Mapping) else value
         for each in parts:
             yield from _texts(each)
-
-
-def _unused(texts: Iterable[str]) -> str:
-    used = set().union(*texts)
-    return next(chr(code) for code in _PRIVATE if chr(code) not in used)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from drafter.interface import DraftRequest
@@ -51,7 +51,7 @@ class _SharedText:
 
     def __init__(self, tokens: int) -> None:
         self._generation_size = max(1, tokens // 2)
-        self._generations = [Automaton()]
+        self.generations = [Automaton()]
         self._waiting: deque[int] = deque(maxlen=tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -60,17 +60,13 @@ class _SharedText:
 
     def index(self, max_tokens: int) -> None:
         for _ in range(min(max_tokens, len(self._waiting))):
-            if self._generations[0].size >= self._generation_size:
-                self._generations = [Automaton(), self._generations[0]]
-            self._generations[0].append(self._waiting.popleft())
-
-    @property
-    def automata(self) -> Iterator[Automaton]:
-        return (automaton for automaton in self._generations if automaton.size)
+            if self.generations[0].size >= self._generation_size:
+                self.generations = [Automaton(), self.generations[0]]
+            self.generations[0].append(self._waiting.popleft())
 
     @property
     def size(self) -> int:
-        return sum(automaton.size for automaton in self._generations)
+        return sum(automaton.size for automaton in self.generations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +139,7 @@ class SuffixDrafter:
             place = own.advance(place, token)
         best = self._follow(own, place, request, 1.0)
         suffix = request.tokens[-_SHARED_CONTEXT:]
-        for automaton in shared.automata if shared else ():
+        for automaton in shared.generations if shared else ():
             other = self._follow(automaton, automaton.locate(suffix), request, _SHARED_WEIGHT)
             if other.expected > best.expected:
                 best = other

@@ -36,16 +36,12 @@ class SharedStream:
         self._max_message_bytes = max_message_bytes
         self._window = 0
         self._frames = FrameQueue()
-        self._streams: dict[int, MultiplexedStream] = {}  # those too that one side has ended
+        self.streams: dict[int, MultiplexedStream] = {}  # those too that one side has ended
         self._last = 0
-
-    @property
-    def num_open(self) -> int:
-        return len(self._streams)
 
     def start(self, metadata: Metadata) -> MultiplexedStream:
         self._last += 1
-        stream = MultiplexedStream(self._last, self._streams, self._frames, self._window, self._max_message_bytes)
+        stream = MultiplexedStream(self._last, self.streams, self._frames, self._window, self._max_message_bytes)
         # A header beyond the worker's limits would end the sessions of all.
         sound = [(key, text) for key, text in metadata if len(key) + len(text.encode()) <= MAX_HEADER_BYTES]
         size = sum(len(key) + len(text.encode()) for key, text in sound)
@@ -72,16 +68,16 @@ class SharedStream:
         finally:
             self.ready = False
             call.cancel()
-            for stream in list(self._streams.values()):
+            for stream in list(self.streams.values()):
                 stream.fail(failure)
 
     def _receive(self, batch: pb.SessionFrames) -> None:
         for frame in check_batch(batch):
-            stream = self._streams.get(frame.stream)
+            stream = self.streams.get(frame.stream)
             if stream is None or frame.HasField("open"):
                 raise InvalidRequest.of("frame.stream", frame.stream, "a stream that is open")
             stream.receive(frame)
-        if len(self._streams) > MAX_ENDING and sum(stream.end_sent for stream in self._streams.values()) > MAX_ENDING:
+        if len(self.streams) > MAX_ENDING and sum(stream.end_sent for stream in self.streams.values()) > MAX_ENDING:
             raise InvalidRequest.of("streams", "not ended", "ended by both sides")
 
     async def _write(self, call: Any) -> None:

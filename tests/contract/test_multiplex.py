@@ -74,7 +74,7 @@ class Shared:
 
     @property
     def num_open(self) -> int:
-        return 0 if self.calls.shared is None else self.calls.shared.num_open
+        return 0 if self.calls.shared is None else len(self.calls.shared.streams)
 
 
 @asynccontextmanager

@@ -39,7 +39,8 @@ class LatentAttention(nn.Module):
         self._sharpness = _sharpness(config.having(**shape.rotary.config.rope_parameters))
 
     def forward(self, inputs: torch.Tensor, rows: RowBatch, layer: int) -> torch.Tensor:
-        queries = self.q_proj(inputs) if hasattr(self, "q_proj") else self._low_rank_queries(inputs)
+        low_rank = not hasattr(self, "q_proj")
+        queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(inputs))) if low_rank else self.q_proj(inputs)
         queries = self._with_rotated_end(queries.view(len(inputs), self._shape.heads, -1).transpose(0, 1), rows)
         latent, shared = self.kv_a_proj_with_mqa(inputs).split([self._rank, self._shape.head_dim], dim=-1)
         expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).view(len(inputs), self._shape.heads, -1).transpose(0, 1)
@@ -50,10 +51,6 @@ class LatentAttention(nn.Module):
         attended = rows.attend(layer, queries * self._sharpness, keys, padded)[..., : self._values]
         projected: torch.Tensor = self.o_proj(attended.transpose(0, 1).flatten(1))
         return projected
-
-    def _low_rank_queries(self, inputs: torch.Tensor) -> torch.Tensor:
-        queries: torch.Tensor = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(inputs)))
-        return queries
 
     def _with_rotated_end(self, heads: torch.Tensor, rows: RowBatch) -> torch.Tensor:
         """Rotate the end of each head; its pairs lie side by side, and are put half by half first."""

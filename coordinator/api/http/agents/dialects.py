@@ -63,7 +63,8 @@ class Manner:
 
 def manner_of(target: Target, parser: str, *, prompted: bool) -> Manner:
     """Return the manner that the chat template shows, or `parser` names; `prompted`: the prompt opens the answer."""
-    template = _template(target)
+    tokenizer = target.tokenizer
+    template = str(tokenizer.get_chat_template(None, tools=[{}])) if tokenizer.chat_template else ""
     dialect = _by_template(template) if parser == "auto" else _BY_NAME[parser]
     if dialect is MISTRAL and "[ARGS]" in template:
         dialect = MISTRAL_ARGS
@@ -79,11 +80,6 @@ def _by_template(template: str) -> Dialect:
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
         return LLAMA3
     return JSON
-
-
-def _template(target: Target) -> str:
-    tokenizer = target.tokenizer
-    return str(tokenizer.get_chat_template(None, tools=[{}])) if tokenizer.chat_template else ""
 
 
 def _opens_thinking(target: Target) -> bool:

@@ -18,8 +18,8 @@ from coordinator.control.estimator import (
     PairEstimate,
     PairHistory,
 )
-from coordinator.control.gamma import REFERENCE_EVERY, RESTS_AFTER, Controller
-from coordinator.control.throughput_model import PLAIN, throughput
+from coordinator.control.gamma import DECIDE_EVERY_SETTLED, REFERENCE_EVERY, RESTS_AFTER, Controller
+from coordinator.control.throughput_model import PLAIN, SpeculationPlan, throughput
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import TokenKind, Verdict, VerifyTimings
 
@@ -31,6 +31,11 @@ USELESS = BestDrafter(0.0, 50.0, 50.0, shares_cores=True)
 def plain(step_ms: float = 4.0, wait_ms: float = 0.5) -> Verdict:
     timings = VerifyTimings(wait_us=int(wait_ms * 1000), step_us=int(step_ms * 1000))
     return Verdict(0, (1,), 0, TokenKind.PLAIN, timings=timings)
+
+
+def checked(accepted: int = 1, *, proposed: int = 2, wait_ms: float = 1.6) -> Verdict:
+    timings = VerifyTimings(wait_us=int(wait_ms * 1000), step_us=5000)
+    return Verdict(0, (1,) * (accepted + 1), accepted, TokenKind.BONUS, proposed, timings=timings)
 
 
 def linked(known: deque[tuple[float, float]], *, trust: bool = True) -> Estimator:
@@ -110,3 +115,61 @@ def test_the_plain_step_that_is_measured_between_guesses_has_none() -> None:
         control.decide(DIRECT)
     assert proposed, "it pays"
     assert sum(without[BEGINNING + KNOWN_STEPS :]) >= 2, "one in every so many steps was measured"
+
+
+def test_the_first_guesses_do_not_tell_what_later_ones_take() -> None:
+    """The drafter reads the prompt for the first one, and the next ones are slow too."""
+    made, own = linked(deque(maxlen=WINDOW)), PairEstimate(8)
+    own.link(trust=True)
+    own.start_from(PairHistory(acceptance=[0.5], draft_ms=0.3))
+    for step in range(BEGINNING + 8):
+        late = step < BEGINNING
+        own.observe_draft(4, 8000 if late else 1200)
+        own.observe_verdict(2, 1, due=True)
+        made.observe(checked(wait_ms=9.0 if late else 1.6), SpeculationPlan(2), 20.0, DIRECT)
+        if late:
+            assert made.conditions(DIRECT).network_ms == DIRECT.round_trips_ms
+            assert own.draft_ms.value == 0.3
+    assert made.conditions(DIRECT).network_ms == pytest.approx(1.0), "1.6 ms, less two guesses"
+    own.observe_draft(4, 400_000)
+    assert own.draft_ms.value < 0.4, "other load has delayed this one"
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_few_failures_weigh_less_than_the_texts_before(direct: bool) -> None:
+    """Answers of one kind differ by a tenth; eight guesses of a half fail by chance."""
+    pair = PairEstimate(8)
+    if direct:
+        pair.link(trust=True)
+    pair.start_from(PairHistory(acceptance=[0.5] * 8))
+    for _ in range(8):
+        pair.observe_verdict(2, 0, due=True)
+    assert (pair.acceptance[0] > 0.33) == direct
+    for _ in range(60):
+        pair.observe_verdict(2, 0, due=True)
+    assert pair.acceptance[0] < 0.1
+
+
+def test_a_step_that_began_before_the_plan_was_known_says_nothing_of_the_drafter() -> None:
+    made = linked(deque([(1.0, 0.5)] * WINDOW, maxlen=WINDOW))
+    made.pair.start_from(PairHistory(acceptance=[0.9] * 8, draft_ms=0.3))
+    control = Controller(8, made)
+    control.decide(DIRECT)
+    assert control.plan.gamma
+    control.observe(plain(), DIRECT)
+    assert made.pair.proposal_rate.value == 1.0
+    control.observe(plain(), DIRECT)
+    assert made.pair.proposal_rate.value < 1.0, "this one had waited"
+
+
+def test_alone_a_session_looks_again_after_few_plain_steps() -> None:
+    made = linked(deque(maxlen=WINDOW))
+    control = Controller(8, made)
+    since = longest = 0
+    for _ in range(6 * DECIDE_EVERY_SETTLED):
+        since = 0 if control.due else since + 1
+        longest = max(longest, since)
+        control.decide(USELESS)
+        control.observe(plain(), USELESS)
+    assert control.resting
+    assert longest < DECIDE_EVERY_SETTLED
