@@ -191,7 +191,7 @@ class Drafting:
         linked = verifier if isinstance(verifier, VerifierStream) and self._can_link(verifier, connection) else None
         if (
             adaptive
-            and (linked is None or not self._text.cold)
+            and (linked is None or not self._text.cold or self._estimator.shared)
             and share_cores(verifier.connection.info, connection.info)
             and not self._attached
         ):

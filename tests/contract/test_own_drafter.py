@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from coordinator.api.service import CoordinatorService
+from coordinator.control.gamma import Controller
 from coordinator.persistence.pair_history import PairHistoryStore
+from outrider.base.aio import background
 from outrider.base.aio import until as soon
 from outrider.protocol.speculation import TokenKind
 from outrider.settings.coordinator import CoordinatorSettings
@@ -76,12 +78,13 @@ async def test_a_killed_verifier_takes_its_drafter_along_and_both_come_back(toge
     assert before == after == "suffix+model"
 
 
-@pytest.mark.parametrize(("temperature", "drafter"), [(0.8, ""), (0.0, "suffix+model")])
-async def test_only_greedy_answers_attach_it_in_spite_of_a_debt(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, drafter: str
+@pytest.mark.parametrize(("temperature", "others", "drafter"), [(0.8, 0, ""), (0.0, 0, "suffix+model"), (0.0, 3, "")])
+async def test_only_greedy_answers_alone_attach_it_in_spite_of_a_debt(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, others: int, drafter: str
 ) -> None:
-    """Draws are guessed less often, and a trial costs a few steps in each answer."""
+    """Draws are guessed less often. Beside others its work delays the steps of all, and guesses seldom pay."""
     monkeypatch.setattr(PairHistoryStore, "settle", lambda *_: -20.0)
+    monkeypatch.setattr(Controller, "would_guess", lambda *_: False)
     settings = CoordinatorSettings(http_port=-1)
     service, cluster = CoordinatorService(settings, "redis://127.0.0.1:1"), Cluster(tmp_path)
     async with in_process(service, settings) as address:
@@ -92,8 +95,16 @@ async def test_only_greedy_answers_attach_it_in_spite_of_a_debt(
             await asyncio.to_thread(verifier.start)
             pool = service.sessions.worker_pool
             assert await soon(lambda: len(pool.connections()) == 2, 60)
-            params = {"temperature": temperature, "seed": 5, "max_tokens": LENGTH, "ignore_eos": True}
-            async with client(address) as stub:
-                assert (await generate(stub, ask(PROMPTS[0], **params))).stats.drafter == drafter
+            params = {"temperature": temperature, "seed": 5, "ignore_eos": True}
+            plain = [ask(PROMPTS[1], gamma=0, max_tokens=4 * LENGTH, **params) for _ in range(others)]
+            async with client(address) as stub, background(*(drain(stub.Generate(each)) for each in plain)):
+                await asyncio.sleep(0.2 * bool(others))
+                output = await generate(stub, ask(PROMPTS[0], max_tokens=LENGTH, **params))
+                assert output.stats.drafter == drafter
         finally:
             await asyncio.to_thread(cluster.stop)
+
+
+async def drain(replies: AsyncIterator[object]) -> None:
+    async for _ in replies:
+        await asyncio.sleep(0)
