@@ -11,6 +11,7 @@ import pytest
 from coordinator.api.service import CoordinatorService
 from coordinator.control.gamma import Controller
 from coordinator.persistence.pair_history import PairHistoryStore
+from coordinator.placement.choice import load_of
 from outrider.base.aio import background
 from outrider.base.aio import until as soon
 from outrider.protocol.speculation import TokenKind
@@ -96,9 +97,9 @@ async def test_only_greedy_answers_alone_attach_it_in_spite_of_a_debt(
             pool = service.sessions.worker_pool
             assert await soon(lambda: len(pool.connections()) == 2, 60)
             params = {"temperature": temperature, "seed": 5, "ignore_eos": True}
-            plain = [ask(PROMPTS[1], gamma=0, max_tokens=4 * LENGTH, **params) for _ in range(others)]
+            plain = [ask(PROMPTS[1], gamma=0, max_tokens=8 * LENGTH, **params) for _ in range(others)]
             async with client(address) as stub, background(*(drain(stub.Generate(each)) for each in plain)):
-                await asyncio.sleep(0.2 * bool(others))
+                assert await soon(lambda: max(map(load_of, pool.connections())) == others, 10)
                 output = await generate(stub, ask(PROMPTS[0], max_tokens=LENGTH, **params))
                 assert output.stats.drafter == drafter
         finally:
