@@ -36,11 +36,7 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
     work = "drafting"
 
     def __init__(
-        self,
-        drafter: Drafter,
-        settings: DrafterSettings,
-        tracing: Tracing = OFF,
-        beside: VerifierBeside | None = None,
+        self, drafter: Drafter, settings: DrafterSettings, tracing: Tracing = OFF, beside: VerifierBeside | None = None
     ) -> None:
         """Prepare the service; `beside` is the verifier in this process, if any."""
         self._drafter = drafter

@@ -42,8 +42,7 @@ if importlib.util.find_spec("outrider.bench") is not None:  # the service images
 
 @app.command(context_settings=_PASSED_ON, add_help_option=False)
 def serve(
-    context: typer.Context,
-    service: Annotated[str, typer.Argument(help="verifier, drafter or coordinator")],
+    context: typer.Context, service: Annotated[str, typer.Argument(help="verifier, drafter or coordinator")]
 ) -> None:
     """Run one service in the foreground: `outrider serve verifier --target ...`. Its own --help lists its flags."""
     if service in ("-h", "--help"):

@@ -146,12 +146,13 @@ class Stack:
         self.wait_workers(self.endpoints[0], sum(with_own), tick)
 
     def wait_workers(self, address: str, wanted: int, tick: Callable[[Stack], None]) -> Sequence[WorkerInfo]:
-        """Wait until this number of workers is registered with a coordinator, and return them."""
+        """Wait until so many of our workers, not of a stack that died, are registered; return them."""
+        ours = {word for child in self.children for word in (child.address, *child.command)}  # or --advertise
         with Client([address], api_key=self.access.key, tls=self.access.tls) as client:
             while True:
                 self._raise_for_dead()
                 with contextlib.suppress(PeerLost, Unavailable):  # it is starting
-                    workers = client.server().workers
+                    workers = [worker for worker in client.server().workers if worker.address in ours]
                     if len(workers) >= wanted:
                         return workers
                 tick(self)

@@ -25,8 +25,7 @@ class DrafterSettings(WorkerSettings, DrafterKey):
         "published: the directory of a checkpoint.",
     )
     target: str = Field(
-        "default",
-        description="Target model, for methods that read parts of it: a directory, a .gguf file or a hub id.",
+        "default", description="Target model, for methods that read parts of it: a directory, a .gguf file or a hub id."
     )
     feature_dtype: Literal["float16", "fp8"] = Field(
         "float16",

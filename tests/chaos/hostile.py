@@ -14,6 +14,7 @@ import typer
 
 from outrider.base.config import Settings
 from outrider.base.grpc_options import server_options
+from outrider.base.logs import set_up_logs
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.runtime.registration_client import RegistrationClient
 from outrider.security.channels import Channels
@@ -94,6 +95,7 @@ async def _serve(port: int, advertise: str, coordinators: list[str], seed: int, 
     drafter_rpc.add_DrafterServicer_to_server(Hostile(seed), server)
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
+    set_up_logs("info", as_json=False, service="drafter")  # a full disk must not end its registration
     leave = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leave.set)
     info = WorkerInfo(

@@ -46,7 +46,7 @@ def test_compares_drafters_and_transformers(models: Models, tmp_path: Path) -> N
     written, drawn, prompts = tmp_path / "drafters.json", tmp_path / "drafters.png", tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(map(json.dumps, PROMPTS)))
     flags = ("--target", str(models.target), "--drafters", "ngram", "--prompts", str(prompts), "--quick")
-    flags = (*flags, "--tokens", "64", "--gamma", "3", "--threads", "1", "--early-exit", "1", "--busy", "1")
+    flags = (*flags, "--tokens", "192", "--gamma", "3", "--threads", "1", "--early-exit", "1", "--busy", "1")
     done = bench(*flags, "--json", str(written), "--plot", str(drawn))
     assert done.returncode == 0, done.stderr
 
@@ -67,7 +67,7 @@ def test_compares_drafters_and_transformers(models: Models, tmp_path: Path) -> N
     for (mode, _, engine, drafter), row in rows.items():
         assert "error" not in row, row
         assert row["answers"] == 1
-        assert row["tokens_per_s"] > 0
+        assert (row["tokens_per_s"] or 0) > 0, row
         assert row["texts_equal"] is (None if drafter == "plain" or mode == "block" else True), (engine, drafter)
 
     summary = report["summary"]

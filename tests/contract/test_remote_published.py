@@ -32,7 +32,7 @@ GAMMA = 4  # of the sessions of `fleet`
 LEAST = 0.95  # of the accept length beside the coordinator
 ATTEMPTS = 20
 LATE = 8  # steps at most before a drafter has joined, in a session that counts
-PACE = "1:30"  # of the toy target: a drafter joins within few of its steps
+PACE = "1:30"  # of the target: a drafter joins within few of its steps
 REAL_PROMPTS, REAL_TOKENS = 10, 64
 
 
@@ -177,7 +177,7 @@ async def test_the_bundled_pair(feature_dtype: str, redis_server: Redis, tmp_pat
     drafter = make(DrafterSettings(kind="eagle", device="cpu"), lambda _: None)
     every = shipped("heldout")
     prompts = [each.text for each in every[:: len(every) // REAL_PROMPTS]]
-    async with behind_links(drafter, DEFAULT, redis_server, tmp_path, feature_dtype) as running:
+    async with behind_links(drafter, DEFAULT, redis_server, tmp_path, feature_dtype, PACE) as running:
         found = await at_all_distances(running, prompts, REAL_TOKENS, temperature=0.0)
     print(f"bundled pair, {feature_dtype}")
     check(found, 2 * 576 if feature_dtype == "float16" else 577)

@@ -54,8 +54,7 @@ def drafters(
         int | None, option("--tokens", "Tokens per answer; 128, or 64 with --quick.", min=2, show_default=False)
     ] = None,
     prompts: Annotated[
-        Path | None,
-        option("--prompts", "File with your prompts: one JSON object per line, with kind and prompt."),
+        Path | None, option("--prompts", "File with your prompts: one JSON object per line, with kind and prompt.")
     ] = None,
     prompts_per_kind: Annotated[
         int | None,
@@ -64,8 +63,7 @@ def drafters(
         ),
     ] = None,
     rounds: Annotated[
-        int | None,
-        option("--rounds", "Repetitions of all answers; 2, or 1 with --quick.", min=1, show_default=False),
+        int | None, option("--rounds", "Repetitions of all answers; 2, or 1 with --quick.", min=1, show_default=False)
     ] = None,
     modes: Annotated[
         str, option("--modes", "Of greedy, coupled and block, separated by commas; other engines answer in greedy.")

@@ -36,8 +36,7 @@ Drafters = Annotated[
     str, option("--drafters", "Numbers of drafters; 0: plain decoding. Empty: 0,1.", metavar="N,N,...", **_PANEL)
 ]
 Sessions = Annotated[
-    str,
-    option("--sessions", "Concurrent sessions. Empty: 8,32,96; with --quick 4,16.", metavar="N,N,...", **_PANEL),
+    str, option("--sessions", "Concurrent sessions. Empty: 8,32,96; with --quick 4,16.", metavar="N,N,...", **_PANEL)
 ]
 Seconds = Annotated[
     float | None,

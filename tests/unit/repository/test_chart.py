@@ -466,7 +466,6 @@ BY_CHART = {
         "http_port",
         "kind",
         "metrics_port",
-        "own_drafter",  # it would need the drafter key, which the chart gives to drafters alone
         "model",
         "redis_url",
         "target",
@@ -553,6 +552,26 @@ def test_keys_and_certificates_are_read_from_files() -> None:
     assert rendered.secrets()["outrider-api-keys"]["api-keys"].splitlines() == KEYS["auth"]["apiKeys"]["keys"]
     assert len(rendered.secrets()["outrider-fleet"]["fleet-key"]) >= 32
     assert len(rendered.secrets()["outrider-drafter"]["drafter-key"]) >= 32
+
+
+def test_a_verifier_with_its_own_drafter_has_the_drafter_key_too() -> None:
+    values = {"verifier": {"settings": {"own-drafter": "suffix+eagle"}}, "metrics": {"podMonitor": {"enabled": True}}}
+    rendered = render({**values, "drafter": {"replicas": 0}})
+    container = rendered.container("verifier")
+    assert "--own-drafter=suffix+eagle" in container["args"]
+    assert {"OUTRIDER_FLEET_KEY", "OUTRIDER_DRAFTER_KEY"} <= {entry["name"] for entry in container["env"]}
+    (keys,) = [
+        each["projected"]["sources"]
+        for each in rendered.pods()["verifier"]["spec"]["volumes"]
+        if each["name"] == "keys"
+    ]
+    assert [source["secret"]["name"] for source in keys] == ["outrider-fleet", "outrider-drafter"]
+    assert {"name": "drafter-metrics", "containerPort": 9102} in container["ports"]
+    for role, ports in (("verifier", [9101, 9102]), ("drafter", [9102])):
+        (policy,) = [each for each in rendered.of("NetworkPolicy") if each["metadata"]["name"] == f"outrider-{role}"]
+        assert [port["port"] for port in policy["spec"]["ingress"][1]["ports"]] == ports
+    (monitor,) = rendered.of("PodMonitor")
+    assert "drafter-metrics" in [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]]
 
 
 def test_drafters_have_the_fleet_key_where_they_are_told_to() -> None:

@@ -346,10 +346,14 @@ def test_redis_asks_for_a_password_that_the_coordinator_finds(tmp_path: Path) ->
 
 
 def test_a_drafter_is_given_its_own_key_only() -> None:
+    """And a verifier both: it may have a drafter in its process."""
     drafter = BASE_SERVICES["drafter"]["environment"]
     assert drafter["OUTRIDER_DRAFTER_KEY"] is None, "handed on as it is set, absent where it is not"
     assert "OUTRIDER_FLEET_KEY" not in drafter
-    assert "OUTRIDER_DRAFTER_KEY" not in BASE_SERVICES["verifier"]["environment"]
+    verifier = BASE_SERVICES["verifier"]["environment"]
+    assert verifier["OUTRIDER_OWN_DRAFTER"] is None, "no drafter in its process, unless OWN_DRAFTER names one"
+    assert verifier["OUTRIDER_DRAFTER_KEY"] is None
+    assert verifier["OUTRIDER_FLEET_KEY"] is None
 
 
 def test_no_default_lies_in_another() -> None:

@@ -50,10 +50,15 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- default (printf "%s-drafter" (include "outrider.fullname" .)) .Values.auth.drafterKey.existingSecret -}}
 {{- end -}}
 
-{{/* Key of a component: a drafter has only the drafter key, if there is one. */}}
+{{/* The drafter in a verifier's process, if there is one. */}}
+{{- define "outrider.ownDrafter" -}}
+{{- if eq .component "verifier" -}}{{ get .root.Values.verifier.settings "own-drafter" }}{{- end -}}
+{{- end -}}
+
+{{/* Key of a component: a drafter has only the drafter key, if there is one, and a verifier with its own drafter both. */}}
 {{- define "outrider.hasDrafterKey" -}}
 {{- $both := and .root.Values.auth.fleetKey.enabled .root.Values.auth.drafterKey.enabled -}}
-{{- if and $both (ne .component "verifier") }}yes{{ end -}}
+{{- if and $both (or (ne .component "verifier") (include "outrider.ownDrafter" .)) }}yes{{ end -}}
 {{- end -}}
 
 {{- define "outrider.hasFleetKey" -}}

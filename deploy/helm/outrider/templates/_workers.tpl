@@ -186,6 +186,10 @@ spec:
           containerPort: {{ $port }}
         - name: metrics
           containerPort: {{ $metrics }}
+        {{- if include "outrider.ownDrafter" $me }}
+        - name: drafter-metrics
+          containerPort: 9102
+        {{- end }}
       # It listens once its model is loaded and warm.
       startupProbe:
         {{- include "outrider.probe" (dict "root" $root "port" $port "service" "") | nindent 8 }}

@@ -1,0 +1,35 @@
+"""The synchronous client where no service is needed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+import pytest
+from grpc import _channel
+
+from outrider.client.sync import Client
+
+_CLOSES_S = 20.0
+
+
+def test_ctrl_c_while_a_call_begins_does_not_keep_the_client_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted call stayed in gRPC's channel, which waits for its calls when it is closed or deleted."""
+    begin = _channel._run_channel_spin_thread
+    began = threading.Event()
+
+    def interrupted(state: Any) -> None:
+        began.set()
+        signal.raise_signal(signal.SIGINT)
+        begin(state)
+
+    monkeypatch.setattr(_channel, "_run_channel_spin_thread", interrupted)
+    client = Client(["127.0.0.1:1"])
+    with pytest.raises(KeyboardInterrupt):
+        next(client.generate("One", max_tokens=1))
+    closing = threading.Thread(target=client.close, daemon=True)
+    closing.start()
+    closing.join(_CLOSES_S)
+    assert began.is_set()
+    assert not closing.is_alive()
