@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,6 +129,26 @@ def test_what_cannot_work_is_told_before_anything_starts(
     monkeypatch.delenv("REDIS_URL", raising=False)
     with pytest.raises(StartupError, match=message), stack(replace(plan, keep=False)):
         pass
+
+
+def test_waits_for_its_own_workers_not_for_those_of_a_stack_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator remembers these until they have been silent for long."""
+    mine, behind_a_link, dead = (SimpleNamespace(address=f"127.0.0.1:{port}") for port in (1, 2, 3))
+    known = iter([[dead, dead], [dead, dead, mine], [dead, mine, behind_a_link]])
+
+    class Coordinator(ExitStack):
+        def server(self) -> SimpleNamespace:
+            return SimpleNamespace(workers=next(known))
+
+    monkeypatch.setattr("outrider.launch.stack.Client", lambda *_, **__: Coordinator())
+    started = Stack(replace(PLAN, port=0), "", tmp_path)
+    started.children = [
+        Child("verifier-1", [], tmp_path / "a.log", {}, address=mine.address),
+        Child("drafter-1", ["--advertise", behind_a_link.address], tmp_path / "b.log", {}, address="127.0.0.1:4"),
+    ]
+    assert list(started.wait_workers("127.0.0.1:5", 2, lambda _: None)) == [mine, behind_a_link]
 
 
 def test_the_output_of_a_process_that_ended_is_closed(tmp_path: Path) -> None:
