@@ -115,6 +115,7 @@ def test_the_plain_step_that_is_measured_between_guesses_has_none() -> None:
         control.decide(DIRECT)
     assert proposed, "it pays"
     assert sum(without[BEGINNING + KNOWN_STEPS :]) >= 2, "one in every so many steps was measured"
+    assert len(without) <= 0.1 * 4 * REFERENCE_EVERY, "each costs what guesses would have gained"
 
 
 def test_the_first_guesses_do_not_tell_what_later_ones_take() -> None:
