@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Self, Unpack
 
 from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, collect, make_request
@@ -44,7 +45,6 @@ class Client:
         access = Channels(tls, api_key)
         self._channels = [access.channel(endpoint) for endpoint in endpoints]
         self._endpoint_rotation = EndpointRotation(len(self._channels))
-        self._beginning = ThreadPoolExecutor(1)  # gRPC waits forever for a call that Ctrl-C kept from beginning wholly
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +94,8 @@ class Client:
     def _stream(self, progress: StreamProgress) -> Iterator[Reply]:
         while True:
             endpoint = self._endpoint_rotation.present
-            call = self._beginning.submit(progress.call, self._stub(), self._timeout_s).result()
+            with ThreadPoolExecutor(1) as thread:  # Ctrl-C while it begins a call would keep gRPC waiting forever
+                call = thread.submit(copy_context().run, progress.call, self._stub(), self._timeout_s).result()
             try:
                 with outrider_errors():
                     for reply in call:

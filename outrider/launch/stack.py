@@ -147,12 +147,13 @@ class Stack:
 
     def wait_workers(self, address: str, wanted: int, tick: Callable[[Stack], None]) -> Sequence[WorkerInfo]:
         """Wait until so many of our workers, not of a stack that died, are registered; return them."""
-        ours = {word for child in self.children for word in (child.address, *child.command)}  # or --advertise
+        words = [word for child in self.children for word in (child.address, *child.command)]  # of --advertise too
+        ours = {word.rpartition(":")[2].strip() for word in words}  # ports: a worker at 0.0.0.0 registers by its name
         with Client([address], api_key=self.access.key, tls=self.access.tls) as client:
             while True:
                 self._raise_for_dead()
                 with contextlib.suppress(PeerLost, Unavailable):  # it is starting
-                    workers = [worker for worker in client.server().workers if worker.address in ours]
+                    workers = [each for each in client.server().workers if each.address.rpartition(":")[2] in ours]
                     if len(workers) >= wanted:
                         return workers
                 tick(self)

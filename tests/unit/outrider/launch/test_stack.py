@@ -135,7 +135,7 @@ def test_waits_for_its_own_workers_not_for_those_of_a_stack_that_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A coordinator remembers these until they have been silent for long."""
-    mine, behind_a_link, dead = (SimpleNamespace(address=f"127.0.0.1:{port}") for port in (1, 2, 3))
+    mine, behind_a_link, dead = (SimpleNamespace(address=f"this-machine:{port}") for port in (1001, 1002, 1003))
     known = iter([[dead, dead], [dead, dead, mine], [dead, mine, behind_a_link]])
 
     class Coordinator(ExitStack):
@@ -145,8 +145,8 @@ def test_waits_for_its_own_workers_not_for_those_of_a_stack_that_died(
     monkeypatch.setattr("outrider.launch.stack.Client", lambda *_, **__: Coordinator())
     started = Stack(replace(PLAN, port=0), "", tmp_path)
     started.children = [
-        Child("verifier-1", [], tmp_path / "a.log", {}, address=mine.address),
-        Child("drafter-1", ["--advertise", behind_a_link.address], tmp_path / "b.log", {}, address="127.0.0.1:4"),
+        Child("verifier-1", [], tmp_path / "a.log", {}, address="0.0.0.0:1001"),
+        Child("drafter-1", ["--advertise", "link:1002 "], tmp_path / "b.log", {}, address="127.0.0.1:1004"),
     ]
     assert list(started.wait_workers("127.0.0.1:5", 2, lambda _: None)) == [mine, behind_a_link]
 
