@@ -817,6 +817,7 @@ WRONG: list[tuple[Object, str]] = [
     ({"coordinator": {"replicas": 0}}, "replicas"),
     ({"verifier": {"settings": {"kv-token": 5}}}, "kv-token"),
     ({"verifier": {"settings": {"gamma-max": 5}}}, "gamma-max"),
+    ({"verifier": {"settings": {"own-drafter": True}}}, "own-drafter"),
     ({"drafter": {"settings": {"threads": [1]}}}, "threads"),
     ({"settings": {"port": 1}}, "port"),
     ({"drafter": {"apart": "never"}}, "apart"),
