@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -217,14 +216,14 @@ _OTHER_HEADS = ("markov_head.gate_proj", "markov_head.joint_proj")
 def _markov(checkpoint: Path) -> Any:
     """Return a Markov head of the `speculators` library, for the kinds that vLLM does not have.
 
-    SPECULATORS names the library's folder: its release 0.9 needs other versions than vLLM's environment has.
+    `make prove-vllm` puts it beside the environment's packages: its release 0.9 needs other versions than these.
     """
     weights = published.weights_of(checkpoint)
     own = {name.removeprefix("markov_head."): weight for name, weight in weights.items() if "markov_head" in name}
     kind = "gated" if "gate_proj.weight" in own else "rnn" if "joint_proj.weight" in own else ""
     if not kind:
         return None
-    file = Path(os.environ["SPECULATORS"], "models", "dspark", "model_definitions.py")
+    file = Path(sys.prefix, "speculators", "speculators", "models", "dspark", "model_definitions.py")
     spec = importlib.util.spec_from_file_location("speculators_dspark", file)
     assert spec is not None
     assert spec.loader is not None
