@@ -27,6 +27,7 @@ def overhead(
     gamma: Annotated[int, option("--gamma", "Tokens guessed per round.", min=1)] = 4,
     sessions: Annotated[str, option("--sessions", "Also measure so many sessions at once, such as 1,16,64,256.")] = "",
     seconds: Annotated[float, option("--seconds", "Duration of each measurement of --sessions.", min=1, max=15)] = 5.0,
+    together: Annotated[bool, option("--together", "The drafter runs in the verifier's process, as with up.")] = False,
     json_file: Annotated[Path | None, option("--json", "Write the results to this file.")] = None,
 ) -> None:
     """Measure what the three services add to a full draft → verify → commit round.
@@ -40,12 +41,13 @@ def overhead(
     counts = [int(part) for part in given]
     room = [f"{service}.max-sessions={max([64, *counts])}" for service in ("coordinator", "verifier", "drafter")]
     room.append(f"verifier.kv-tokens={2 * ENDLESS * max([1, *counts])}")
-    plan = LaunchPlan(drafters=(("mock", ""),), engine="mock", port=0, threads=1, overrides=read_assignments(room))
+    drafters, overrides = (("mock", ""),), read_assignments(room)
+    plan = LaunchPlan(drafters=drafters, together=together, engine="mock", port=0, threads=1, overrides=overrides)
     with stack(plan) as running, Client(running.endpoints) as client:
         _rounds(client, _WARM_UP_ROUNDS, gamma)
         speculative = _rounds(client, rounds, gamma)
         plain = _rounds(client, rounds, 0)
-        together = [measure_rounds(running, count, seconds, gamma) for count in counts]
+        concurrent = [measure_rounds(running, count, seconds, gamma) for count in counts]
         trips = {worker.kind: worker.round_trip_ms for worker in client.server().workers}
     stats = speculative.finished.stats
     rows = [_row(f"round, γ = {gamma}", speculative), _row("plain step, γ = 0", plain)]
@@ -62,11 +64,11 @@ def overhead(
         "round_p99_ms": rows[0]["p99_ms"],
         "tokens_per_round": len(speculative.tokens) / rows[0]["rounds"],
         "parts": parts,
-        "sessions": together,
+        "sessions": concurrent,
     }
     _show(rows, summary)
-    if together:
-        show_rounds(Console(), together)
+    if concurrent:
+        show_rounds(Console(), concurrent)
     if json_file is not None:
         write_json(json_file, rows, summary)
 
