@@ -78,23 +78,25 @@ class Batching:
         heavy = self._shares.heavy_tenants(session.tenant for session in sessions)
         batch: list[ScheduledSession] = []
         prompts: list[VerifySession] = []
-        joining = [session for session in sessions if session.tenant in heavy] if heavy else []
+        joining: list[VerifySession] = []  # ready sessions of heavy tenants
         num_decoding, shared = 0, False
         compared = compared_guesses(len(sessions)) if self._times.known else 0
         next_step_at: float | None = None
         for session in sessions:
-            if session.tenant in heavy or session.check_backlog():
-                continue  # of the latter, the peer does not read the verdicts that it has
+            if session.check_backlog():
+                continue  # its peer does not read the verdicts that it has
             is_prefill = session.num_uncached > 1
             ready_at = now if is_prefill else session.ready_at(now)
             if ready_at > now:
                 next_step_at = ready_at if next_step_at is None else min(ready_at, next_step_at)
+            elif session.tenant in heavy:
+                joining.append(session)
             elif is_prefill:
                 prompts.append(session)
             else:
                 shared = shared or session.paying_guesses > 0
                 batch.append(self._decode(session, self._limits.guess_rows, paying=compared))
-            num_decoding += not is_prefill
+            num_decoding += not is_prefill and session.tenant not in heavy
         if prompts or (shared and compared):
             sessions_in, blocks = [item.session for item in batch], [item.block for item in batch]
             if shared and compared:
@@ -112,12 +114,12 @@ class Batching:
             self._shares.reset(now)
         return batch, None if next_step_at is None else max(0.0, next_step_at - now)
 
-    def record(self, batch: Sequence[ScheduledSession], step_ms: float, whole_ms: float) -> None:
-        """Record a step's time, and the time with all that the loop did for it."""
+    def record(self, batch: Sequence[ScheduledSession], step_ms: float) -> None:
+        """Record a step's time."""
         lengths = [len(item.pending) for item in batch]
         if 1 in lengths:  # prompts alone do not tell what prompts cost beside decoding sessions
             self._times.record(_num_tokens(batch), step_ms, has_prompts=max(lengths) > 1)
-        self._shares.charge([(item.session.tenant, item.num_tokens) for item in batch], step_ms, whole_ms - step_ms)
+        self._shares.charge([(item.session.tenant, item.num_tokens) for item in batch], step_ms)
 
     def _decode(self, session: VerifySession, max_guesses: int, *, paying: int = 0) -> ScheduledSession:
         """Schedule the last committed token with up to `max_guesses` guesses."""
@@ -126,14 +128,12 @@ class Batching:
         return ScheduledSession.of(session, pending, block, verifies=True)
 
     def _join(self, sessions: Sequence[VerifySession], num_tokens: int, now: float) -> list[ScheduledSession]:
-        """Schedule sessions of heavy tenants that are ready, within their budget, longest waiting first."""
+        """Schedule sessions of heavy tenants within their budget, longest waiting first."""
         budget = self._shares.budget(now, num_tokens, self._limits.max_sessions + self._limits.prefill_rows)
         batch: list[ScheduledSession] = []
-        for session in sorted(sessions, key=lambda session: session.waiting_since) if budget > 0 else ():
+        for session in sorted(sessions, key=lambda session: session.waiting_since):
             if budget < 1:
                 break
-            if session.check_backlog() or (session.num_uncached <= 1 and session.ready_at(now) > now):
-                continue
             if session.num_uncached > 1:
                 batch += self._prompt_chunks([session], 0, 0, budget)
             else:

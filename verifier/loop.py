@@ -185,6 +185,7 @@ class VerificationLoop:
         self._metrics.record_step(
             sessions=len(batch), tokens=num_tokens, forward_us=step.forward_us, step_us=step.step_us
         )
+        self._batching.record(batch, step.step_us / 1000)
         verified = [result.verified for result in step.results if result.verified is not None]
         num_committed = sum(len(each.tokens) for each in verified)
         for item, result in zip(batch, step.results, strict=True):
@@ -225,7 +226,6 @@ class VerificationLoop:
             session.waiting_since = started + step.step_us / 1e6
             if verdict.finish_reason is not FinishReason.NONE:
                 self.close(session)
-        self._batching.record(batch, step.step_us / 1000, 1000 * (time.monotonic() - started))
 
 
 def _verdict(item: ScheduledSession, result: SessionResult, timings: VerifyTimings) -> Verdict:

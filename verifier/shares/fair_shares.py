@@ -57,10 +57,9 @@ class FairShares:
             allowed_ms = max(allowed_ms, _SHORT_STEP * self._times.step_ms(1))
         return self._times.extra_tokens(tokens, allowed_ms, max_tokens) if allowed_ms > 0 else 0
 
-    def charge(self, tokens_by_tenant: Sequence[tuple[str, int]], ms: float, around_ms: float = 0.0) -> None:
-        """Charge the heavy tenants in a step for what they added to it, and their part of the loop's work around it."""
+    def charge(self, tokens_by_tenant: Sequence[tuple[str, int]], ms: float) -> None:
+        """Charge the heavy tenants in a step for the time that they added to it."""
         light = sum(count for tenant, count in tokens_by_tenant if tenant not in self._heavy)
-        if heavy := sum(tenant in self._heavy for tenant, _ in tokens_by_tenant):
+        if self._heavy and any(tenant in self._heavy for tenant, _ in tokens_by_tenant):
             alone_ms = self._times.step_ms(light) if light and self._times.known else 0.0
-            added_ms = ms - alone_ms + around_ms * heavy / len(tokens_by_tenant)
-            self._credit_ms = max(-_MAX_CREDIT_MS, self._credit_ms - added_ms)
+            self._credit_ms = max(-_MAX_CREDIT_MS, self._credit_ms - (ms - alone_ms))
