@@ -11,7 +11,7 @@ VLLM_VENV := .venv-vllm
 VLLM_PACKAGES := $(VLLM_VENV)/.packages
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_REQUIREMENTS := deploy/vllm/requirements-cpu.txt
-SPECULATORS := $(VLLM_VENV)/speculators
+SPECULATORS := $(VLLM_VENV)/.speculators
 VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -W default tests/vllm
 # A status above 128: a library crashed.
 SHOW_CRASH = || { status=$$?; [ $$status -lt 128 ] || head -n 20 $(VLLM_VENV)/crash-$(1).txt; exit $$status; }
@@ -123,7 +123,9 @@ vllm-v2: $(VLLM_STAMP)
 	@$(V2) $(VLLM_TESTS) $(KERNEL_TESTS) $(call SHOW_CRASH,v2)
 
 $(SPECULATORS): $(VLLM_PACKAGES)
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile --no-deps --target $@ speculators==0.9.0
+	@rm -rf $(VLLM_VENV)/speculators
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile --no-deps --target $(VLLM_VENV)/speculators speculators==0.9.0
+	@touch $@
 
 prove-vllm: $(VLLM_STAMP) $(SPECULATORS) setup  ## The same and its slow proofs, some with the real model.
 	@$(VLLM_TESTS) -m 'prove or not prove' --timeout 3600

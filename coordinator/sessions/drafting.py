@@ -133,6 +133,7 @@ class Drafting:
                 if drafter.direct:
                     depth, spent_us = verdict.proposed + DIRECT_START, verdict.timings.draft_us
                     drafter.pair.observe_draft(depth, spent_us, tree=drafter.plan.branches > 1)
+                    self._stats.record_guessed(drafter.source, tally.proposed, spent_us)
                 expected = drafter.plan.gamma > 0 and (awaited or drafter.source in tallies)
                 drafter.pair.observe_verdict(tally.proposed, tally.accepted, due=expected)
                 drafter.limits.reward(tally.accepted)
@@ -167,8 +168,7 @@ class Drafting:
     async def _keep_drafting(self, verifier: GuessReceiver, place: int) -> None:
         """Attach one drafter after another to this place."""
         while True:
-            connection = await self._chooser.wait_for(place, verifier.connection.info.address)
-            if connection is None:
+            if (connection := await self._chooser.wait_for(place, verifier.connection.info.address)) is None:
                 continue
             try:
                 with self._chooser.in_use(connection):
@@ -238,8 +238,7 @@ class Drafting:
         self._stats.record_drafter(drafter.source, drafter.connection.info.kind)
         self._selection.add(drafter.source, drafter.pair.accepted_tokens, drafter.pair.proposal_rate.value)
         self._request_hidden_states()
-        known = self._states.known(drafter.spec)
-        if wants_hidden_states and known is not None:
+        if wants_hidden_states and (known := self._states.known(drafter.spec)) is not None:
             self._stats.hidden_bytes += drafter.commit(self._record.position, (), known)
         self._steer()
 

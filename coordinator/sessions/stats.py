@@ -89,11 +89,15 @@ class RequestStats:
 
     def record_guess(self, guess: common.Guess) -> None:
         payload_bytes, wire_bytes = convert.guess_bytes(guess)
-        drafter = self._drafters[guess.source]
-        drafter.guessed += len(guess.tokens)
-        drafter.metrics.guessed_tokens.inc(len(guess.tokens))
-        drafter.metrics.guess_bytes.inc(wire_bytes)
-        self._sums.update(messages=1, draft_us=guess.draft_us, payload_bytes=payload_bytes, wire_bytes=wire_bytes)
+        self.record_guessed(guess.source, len(guess.tokens), guess.draft_us)
+        self._drafters[guess.source].metrics.guess_bytes.inc(wire_bytes)
+        self._sums.update(payload_bytes=payload_bytes, wire_bytes=wire_bytes)
+
+    def record_guessed(self, source: int, num_tokens: int, draft_us: int) -> None:
+        drafter = self._drafters[source]
+        drafter.guessed += num_tokens
+        drafter.metrics.guessed_tokens.inc(num_tokens)
+        self._sums.update(messages=num_tokens > 0, draft_us=draft_us)
 
     def record_verdict(self, verdict: Verdict, plan: SpeculationPlan) -> None:
         now = time.monotonic()
@@ -175,6 +179,7 @@ class RequestStats:
         first = self._started if self._first_token is None else self._first_token
         drafts, positions = self._proposed.total(), max(self._proposed, default=0)
         proposed, accepted = _total(self._proposed), _total(self._accepted)
+        guessed = sum(kind.guessed for kind in self._kinds.values())
         return GenerationStats(
             steps=self._sums["steps"],
             drafts=drafts,
@@ -186,9 +191,7 @@ class RequestStats:
             acceptance_rate=_ratio(accepted, proposed),
             mean_gamma=_ratio(self._sums["gamma"], self._sums["steps"]),
             bytes_per_accepted_token=_ratio(self._sums["wire_bytes"], accepted),
-            bytes_per_guessed_token=_ratio(
-                self._sums["payload_bytes"], sum(kind.guessed for kind in self._kinds.values())
-            ),
+            bytes_per_guessed_token=_ratio(self._sums["payload_bytes"], guessed),
             time_to_first_token_ms=1000 * (first - self._started),
             duration_ms=1000 * (time.monotonic() - self._started),
             tokens_per_second=_ratio(self._sums["tokens"] - self._sums["tokens_at_first"], self._last_token - first),

@@ -487,7 +487,7 @@ class DrafterShare(google.protobuf.message.Message):
     attached_order: builtins.int
     """1: attached first"""
     guessed: builtins.int
-    """tokens that it sent"""
+    """tokens that it sent; in its verifier's process, those of them that were verified"""
     accepted: builtins.int
     """accepted tokens that it guessed; several drafters may have guessed the same token"""
     def __init__(

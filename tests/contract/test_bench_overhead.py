@@ -27,7 +27,9 @@ def test_rounds_of_sessions_at_once(flags: tuple[str, ...], drafters: set[str], 
     written = tmp_path / "overhead.json"
     done = overhead("--rounds", "100", "--sessions", "1,6", "--seconds", "1", "--json", str(written), *flags)
     assert done.returncode == 0, done.stderr
-    one, six = json.loads(written.read_text())["summary"]["sessions"]
+    summary = json.loads(written.read_text())["summary"]
+    assert summary["parts"]["drafter_ms"] > 0
+    one, six = summary["sessions"]
     assert (one["sessions"], six["sessions"]) == (1, 6)
     for row in (one, six):
         assert row["rounds_per_s"] > 0

@@ -61,6 +61,10 @@ async def test_the_text_is_that_of_plain_decoding(together: Cluster, temperature
             assert not each.stats.drafter_losses
             assert each.stats.drafts
             assert each.stats.bytes_per_guessed_token == 0.0, "no stream carried them"
+            (drafter,) = each.stats.drafters
+            assert drafter.guessed >= drafter.accepted
+            assert drafter.guessed >= each.stats.drafts, "those that were checked are told"
+            assert each.stats.mean_draft_ms > 0.0
 
 
 async def test_drawn_guesses_hold_by_their_distributions(together: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ def overhead(
     gamma: Annotated[int, option("--gamma", "Tokens guessed per round.", min=1)] = 4,
     sessions: Annotated[str, option("--sessions", "Also measure so many sessions at once, such as 1,16,64,256.")] = "",
     seconds: Annotated[float, option("--seconds", "Duration of each measurement of --sessions.", min=1, max=15)] = 5.0,
-    together: Annotated[bool, option("--together", "The drafter runs in the verifier's process, as with up.")] = False,
+    together: Annotated[bool, option("--together", "The drafter runs in the verifier's process.")] = False,
     json_file: Annotated[Path | None, option("--json", "Write the results to this file.")] = None,
 ) -> None:
     """Measure what the three services add to a full draft → verify → commit round.
@@ -41,9 +42,8 @@ def overhead(
     counts = [int(part) for part in given]
     room = [f"{service}.max-sessions={max([64, *counts])}" for service in ("coordinator", "verifier", "drafter")]
     room.append(f"verifier.kv-tokens={2 * ENDLESS * max([1, *counts])}")
-    drafters, overrides = (("mock", ""),), read_assignments(room)
-    plan = LaunchPlan(drafters=drafters, together=together, engine="mock", port=0, threads=1, overrides=overrides)
-    with stack(plan) as running, Client(running.endpoints) as client:
+    mock = LaunchPlan(drafters=(("mock", ""),), engine="mock", port=0, threads=1, overrides=read_assignments(room))
+    with stack(replace(mock, together=together)) as running, Client(running.endpoints) as client:
         _rounds(client, _WARM_UP_ROUNDS, gamma)
         speculative = _rounds(client, rounds, gamma)
         plain = _rounds(client, rounds, 0)
