@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def _written(target: LoadedModel, folder: Path, recipe: DataRecipe) -> list[Exam
     dataset = Dataset.at(folder, recipe)
     dataset.write(target, PROMPTS)
     return list(dataset.examples())
+
+
+def test_no_bundled_prompt_comes_twice_and_none_of_the_held_out_ones_is_learned() -> None:
+    words = [" ".join(prompt.text.lower().split()) for name in ("train", "heldout") for prompt in data.shipped(name)]
+    assert len(words) > 8_000
+    assert [prompt for prompt, count in Counter(words).items() if count > 1] == []
 
 
 def test_a_text_does_not_depend_on_those_beside_it(
