@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +27,13 @@ ROUNDS = 5
 
 def test_eight_billion_weights(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "large.gguf", EIGHT_BILLION, q4_k_m)
-    started = time.monotonic()
-    engine = load_model(str(file), EngineOptions(device="cpu", kv_tokens=2 * CONTEXT, prefix_tokens=0)).engine
-    loaded_s = time.monotonic() - started
+    loaded_s = []
+    for _ in range(2):  # the first start checks the kernels against transformers, and records that
+        engine = None
+        gc.collect()
+        started = time.monotonic()
+        engine = load_model(str(file), EngineOptions(device="cpu", kv_tokens=2 * CONTEXT, prefix_tokens=0)).engine
+        loaded_s.append(time.monotonic() - started)
     assert isinstance(engine, NativeEngine)
     prefill(engine, "one", [7 * i % 1000 for i in range(CONTEXT)])
 
@@ -55,9 +60,10 @@ def test_eight_billion_weights(tmp_path: Path) -> None:
     file.unlink()  # pytest would keep it
     print(
         f"{size / 1e9:.2f} GB in the file, {engine.weight_bytes / 1e9:.2f} read for a token; "
-        f"loaded in {loaded_s:.1f} s; {1000 * best['1']:.0f} ms a token, {share:.2f} of what memory allows; "
+        f"loaded in {loaded_s[0]:.0f} s, then in {loaded_s[1]:.0f} s; "
+        f"{1000 * best['1']:.0f} ms a token, {share:.2f} of what memory allows; "
         f"nine tokens {flatness:.2f} times one"
     )
-    assert loaded_s < 300
+    assert loaded_s[1] < 60
     assert share > 0.5
     assert flatness < 3  # on processors without tiles, where nine tokens are nine times the work
