@@ -107,8 +107,8 @@ async def _compare(
 def _report(concurrent: int, rounds: list[list[dict[str, Any]]]) -> float:
     """Print the figures, and return the ratio of the median throughputs."""
     plain, attached = ([reports[index]["output_throughput"] for reports in rounds] for index in (0, 1))
-    rates, lengths = (
-        statistics.median(reports[1][f"spec_decode_acceptance_{name}"] for reports in rounds)
+    rates, lengths = (  # not reported of a round without guesses
+        statistics.median(reports[1].get(f"spec_decode_acceptance_{name}", 0.0) for reports in rounds)
         for name in ("rate", "length")
     )
     ratio = statistics.median(attached) / statistics.median(plain)
