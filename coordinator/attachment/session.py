@@ -20,7 +20,6 @@ from coordinator.sessions.verdicts import SentMessages, VerdictReader
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import OFF
 from outrider.protocol import convert, message_limits
-from outrider.protocol.checks import check_number
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.speculation import MAX_GAMMA, FinishReason, SessionOpening, VerifySteering
@@ -33,7 +32,7 @@ _MAX_UNSENT = 1024  # messages
 _SHORTEST_STEP_S = 0.001  # on average; faster verdicts are read at this rate
 _BURST = 64
 _SILENCE_S = 600.0  # between verdicts; a request may wait for its first one
-_TOGETHER = 8  # verdicts of a message while no guesses are made
+_PLAIN_STEPS = 8  # of a verdict while no guesses are made
 _CHAINS_ONLY = SpeculationOptions(branches=1)
 
 
@@ -57,7 +56,7 @@ class AttachedSession:
         self.connection = AttachedEngine(engine)
         self._record = _record(opening, model, salt, tenant_id)
         self.outbox: asyncio.Queue[verify.VerifyRequest | None] = asyncio.Queue()  # None: the end
-        self._sent = SentMessages()
+        self._sent = SentMessages(plain_steps=_PLAIN_STEPS)
         self._reader = VerdictReader(self._record, model, self._sent, time.monotonic())
         self._stats = RequestStats(metrics.of(METRICS_NAME))
         gamma_max = min(context.gamma_max, opening.max_guesses)
@@ -86,7 +85,7 @@ class AttachedSession:
 
     def steer(self, steering: VerifySteering) -> None:
         message = verify.VerifyRequest(steer=convert.verify_steering_to_proto(steering))
-        message.steer.verdicts = 1 if self._drafting.control.plan.gamma else _TOGETHER
+        message.steer.plain_steps = 1 if self._drafting.control.plan.gamma else _PLAIN_STEPS
         self._send(message)
 
     def _send(self, message: verify.VerifyRequest) -> None:
@@ -103,14 +102,12 @@ class AttachedSession:
                     request = await anext(requests, None)
                 if request is None:
                     return
-                replies = request.replies.replies or [request.reply]
-                check_number("replies", len(replies), 1, _BURST)
                 now = time.monotonic()
-                ready_at = max(ready_at, now - _BURST * _SHORTEST_STEP_S) + len(replies) * _SHORTEST_STEP_S
+                steps = max(1, min(_PLAIN_STEPS, len(request.reply.verdict.tokens) - request.reply.verdict.accepted))
+                ready_at = max(ready_at, now - _BURST * _SHORTEST_STEP_S) + steps * _SHORTEST_STEP_S
                 if ready_at > now:
                     await asyncio.sleep(ready_at - now)
-                for reply in replies:
-                    self._receive(reply)
+                self._receive(request.reply)
         except TimeoutError as error:
             raise Expired(f"no verdict for {_SILENCE_S:g} s") from error
 
@@ -143,12 +140,10 @@ def _record(opening: pb.OpenAttached, model: ModelInfo, salt: str, tenant_id: st
     params = convert.params_from_proto(opening.params)
     given = SessionOpening(secrets.token_hex(12), 0, tuple(opening.tokens), opening.prompt_length, params)
     given.check_for(model.vocab_size, VerifySteering(), opening.cache_salt)
-    tokens, prompt_length = given.tokens, given.prompt_length
     if params.mode.needs_draft_probs or params.grammar is not None or params.logprobs is not None:
         raise InvalidRequest.of("open.params", "rejection, block, grammar or logprobs", "greedy or coupled, without")
-    if len(tokens) - prompt_length >= params.max_tokens:
+    if len(given.tokens) - given.prompt_length >= params.max_tokens:
         raise InvalidRequest.of("open.params.max_tokens", params.max_tokens, "more than the committed output")
-    request = SessionRequest(tokens[:prompt_length], params, _CHAINS_ONLY, cache_salt=salt)
-    return SessionRecord(
-        given.session_id, request, tokens=list(tokens[prompt_length:]), model=model.fingerprint, tenant=tenant_id
-    )
+    request = SessionRequest(given.tokens[: given.prompt_length], params, _CHAINS_ONLY, cache_salt=salt)
+    output = list(given.tokens[given.prompt_length :])
+    return SessionRecord(given.session_id, request, tokens=output, model=model.fingerprint, tenant=tenant_id)

@@ -326,7 +326,7 @@ class Estimator:
             self._cost.add(timings.batch_tokens, step_ms)
         self._steps += 1
         weight = max(SMOOTHING, 1.0 / (1 + self._steps))  # other sessions may have begun with ours
-        committed = max(0, timings.step_tokens - len(verdict.tokens))
+        committed = max(0.0, timings.step_tokens - len(verdict.tokens) / verdict.steps)
         self._other_tokens.add(timings.batch_tokens - timings.session_tokens, weight)
         self.other_sessions.add(timings.sessions - 1, weight)
         self.shared = self.other_sessions.value > (LEFT if self.shared else JOINED) and bool(self._published.rows)

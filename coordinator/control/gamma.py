@@ -77,11 +77,11 @@ class PlanTally:
     ms: float = 0.0
     expected: float = 0.0  # tokens per second, summed over steps
 
-    def add(self, tokens: int, ms: float, expected: float) -> None:
-        self.steps += 1
+    def add(self, tokens: int, ms: float, expected: float, steps: int = 1) -> None:
+        self.steps += steps
         self.tokens += tokens
         self.ms += ms
-        self.expected += expected
+        self.expected += steps * expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,8 @@ class Controller:
         self._gamma_max = gamma_max if fixed.gamma is None else fixed.gamma
         self._allowed = [] if self._fixed_plan is not None else _allowed_plans(self._gamma_max, fixed, single=single)
         self._estimator = estimator
-        self._plain_steps = 0
+        self._plain_steps = self._probe_steps_left = 0
         self._probe_after = PROBE_AFTER
-        self._probe_steps_left = 0
         self._since_choice = self._since_plan = self._since_retry = 0
         self._choice_due = True  # before the next regular choice
         self._idle = False  # plain steps on shared cores: they change little, and a choice takes the verifier's time
@@ -117,9 +116,7 @@ class Controller:
         self._suspended = False  # until the credit is refilled
         self._since_reference = 0  # steps with guesses
         self._expected = 0.0  # of the present plan, tokens per second
-        self.plan = PLAIN
-        self.wait_timeout_ms = 0.0
-        self.paying_nodes = 0
+        self.plan, self.wait_timeout_ms, self.paying_nodes = PLAIN, 0.0, 0
         self.tallies: dict[SpeculationPlan, PlanTally] = {}
         # At the last choice:
         self._conditions: Conditions | None = None
@@ -157,12 +154,12 @@ class Controller:
         self._choice_due |= self._estimator.observe(verdict, self.plan, wait_ms, drafter)
         if self._probe_steps_left and verdict.accepted:
             self._probe_steps_left += PROBE_STEPS
-        self._since_choice += 1
-        self._since_plan += 1
-        self._since_retry += 1
+        self._since_choice += verdict.steps
+        self._since_plan += verdict.steps
+        self._since_retry += verdict.steps
         timings = verdict.timings
-        ms = (timings.wait_us + timings.step_us) / 1000
-        self.tallies.setdefault(self.plan, PlanTally()).add(len(verdict.tokens), ms, self._expected)
+        ms = verdict.steps * (timings.wait_us + timings.step_us) / 1000
+        self.tallies.setdefault(self.plan, PlanTally()).add(len(verdict.tokens), ms, self._expected, verdict.steps)
         if self._estimator.on_shared_cores(drafter):
             reads = self._since_plan <= READ_STEPS and not self._estimator.pair.checked
             own, spent_ms = (READ_WAIT, timings.wait_us / 1000) if reads else (len(verdict.tokens), ms)

@@ -189,12 +189,9 @@ class Drafting:
         options = self._record.request.speculation
         adaptive = options.gamma is None and not options.ahead
         linked = verifier if isinstance(verifier, VerifierStream) and self._can_link(verifier, connection) else None
-        if (
-            adaptive
-            and (linked is None or not self._text.cold or self._estimator.shared)
-            and share_cores(verifier.connection.info, connection.info)
-            and not self._attached
-        ):
+        may_wait = linked is None or not self._text.cold or self._estimator.shared
+        first_beside = share_cores(verifier.connection.info, connection.info) and not self._attached
+        if adaptive and may_wait and first_beside:
 
             def pay() -> bool:
                 return self.control.would_guess(_best_drafter(verifier, connection, pair, shares_cores=True))

@@ -44,11 +44,8 @@ class RequestStats:
         self._sums: Counter[str] = Counter()
         self._proposed: Counter[int] = Counter()  # steps that checked guesses, by the length of their longest path
         self._accepted: Counter[int] = Counter()  # the same steps by the number of accepted guesses
-        self.cached_tokens = 0
-        self.failovers = 0
-        self.drafter_losses = 0
+        self.cached_tokens = self.failovers = self.drafter_losses = self.hidden_bytes = 0
         self.drafter_kind = ""
-        self.hidden_bytes = 0
         self.control: Controller | None = None
         self._kinds: dict[str, _KindTally] = {}  # in the order in which they were attached
         self._drafters: dict[int, _KindTally] = {}  # by source
@@ -102,8 +99,9 @@ class RequestStats:
     def record_verdict(self, verdict: Verdict, plan: SpeculationPlan) -> None:
         now = time.monotonic()
         self._metrics.record_verdict(verdict, plan.gamma, plan.mode)
-        num_tokens, step_us, wait_us = len(verdict.tokens), verdict.timings.step_us, verdict.timings.wait_us
-        self._sums.update(steps=1, tokens=num_tokens, gamma=plan.gamma, step_us=step_us, wait_us=wait_us)
+        num_tokens, steps = len(verdict.tokens), verdict.steps
+        step_us, wait_us = steps * verdict.timings.step_us, steps * verdict.timings.wait_us
+        self._sums.update(steps=steps, tokens=num_tokens, gamma=steps * plan.gamma, step_us=step_us, wait_us=wait_us)
         self.cached_tokens = max(self.cached_tokens, verdict.timings.cached_tokens)
         if self._first_token is None:
             self._first_token = now

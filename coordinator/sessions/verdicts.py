@@ -45,6 +45,7 @@ class SentMessages:
     messages: int = 0  # guesses and steering
     sources: int = 0  # the highest number of a drafter
     guessed_to: int = 0  # the position after the furthest guess
+    plain_steps: int = 1  # steps without guesses that a verdict may stand for
     direct: bool = False  # a drafter in the verifier's process guesses, without messages
 
 
@@ -86,7 +87,7 @@ class VerdictReader:
 
     def verdict(self, proto: verify.Verdict, now: float) -> Verdict:
         self._check_sizes(proto)
-        self._bound_timings(proto.timings, now)
+        self._bound_timings(proto.timings, now, max(1, len(proto.tokens) - proto.accepted))
         try:
             verdict = convert.verdict_from_proto(proto)
         except ValueError as error:  # an unknown enum value
@@ -118,18 +119,18 @@ class VerdictReader:
             size -= self._sent.states.check(proto)
         _at_most("verdict", size, MAX_REPLY_BYTES, " bytes")
 
-    def _bound_timings(self, timings: verify.VerifyTimings, now: float) -> None:
-        """Reduce the reported times: together they are no longer than the time since the last verdict."""
+    def _bound_timings(self, timings: verify.VerifyTimings, now: float, steps: int) -> None:
+        """Reduce the times of a step: those of all steps are no longer than the time since the last verdict."""
         _at_most("verdict.timings.batch_tokens", timings.batch_tokens, _MAX_STEP_TOKENS)
         _at_most("verdict.timings.session_tokens", timings.session_tokens, timings.batch_tokens)
         _at_most("verdict.timings.sessions", timings.sessions, _MAX_STEP_TOKENS)
         _at_most("verdict.timings.step_tokens", timings.step_tokens, _MAX_STEP_TOKENS)
         _at_most("verdict.timings.cached_tokens", timings.cached_tokens, self._record.position)
-        allowed_us = max(0, int((now - self._accounted_to) * 1e6))
+        allowed_us = max(0, int((now - self._accounted_to) * 1e6 / steps))
         timings.step_us = min(timings.step_us, allowed_us)
         timings.wait_us = min(timings.wait_us, allowed_us - timings.step_us)
         timings.draft_us = min(timings.draft_us, timings.wait_us)
-        self._accounted_to += (timings.step_us + timings.wait_us) / 1e6
+        self._accounted_to += steps * (timings.step_us + timings.wait_us) / 1e6
 
     def _check_tokens(self, verdict: Verdict) -> None:
         record, tokens = self._record, verdict.tokens
@@ -143,7 +144,7 @@ class VerdictReader:
     def _check_guesses(self, verdict: Verdict) -> None:
         accepted, tokens = verdict.accepted, len(verdict.tokens)
         _at_most("verdict.accepted", accepted, min(tokens, verdict.proposed))
-        if tokens - accepted > 1:
+        if tokens - accepted > (1 if verdict.proposed else self._sent.plain_steps):
             raise _violation("verdict.accepted", accepted, f"at least {tokens - 1} of {tokens} tokens")
         ahead = MAX_GAMMA if self._sent.direct else max(0, self._sent.guessed_to - verdict.position)
         _at_most("verdict.proposed", verdict.proposed, min(MAX_GAMMA, ahead, verdict.nodes))

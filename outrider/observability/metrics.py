@@ -271,8 +271,9 @@ class TargetMetrics:
     def record_verdict(self, verdict: Verdict, gamma: int, plan: str) -> None:
         """Record a verdict. This is on the token path and takes microseconds."""
         self._generation_tokens.inc(len(verdict.tokens))
-        self._gamma.observe(gamma)
-        self._plan_steps[plan].inc()
+        for _ in range(verdict.steps):
+            self._gamma.observe(gamma)
+        self._plan_steps[plan].inc(verdict.steps)
         if verdict.proposed:
             self._drafts.inc()
             self._draft_tokens.inc(verdict.proposed)

@@ -285,7 +285,7 @@ class SourceTally:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Tokens that one verifier step committed for one session."""
+    """Tokens that one verifier step committed for one session; of several steps, `timings` are the last one's."""
 
     position: int
     tokens: tuple[int, ...]
@@ -301,6 +301,11 @@ class Verdict:
     nodes: int = 0  # guesses that were checked, all branches together
     remaining_depth: int = 0  # longest guessed path after the committed tokens
     accepted_from_branch: int = 0  # accepted guesses that were not the first for their position
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps it stands for: an attached engine reports several without guesses in one."""
+        return max(1, len(self.tokens) - self.accepted)
 
     @property
     def kinds(self) -> tuple[TokenKind, ...]:

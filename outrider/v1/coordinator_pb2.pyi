@@ -750,45 +750,23 @@ class AttachRequest(google.protobuf.message.Message):
 
     OPEN_FIELD_NUMBER: builtins.int
     REPLY_FIELD_NUMBER: builtins.int
-    REPLIES_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> global___OpenAttached: ...
     @property
     def reply(self) -> outrider.v1.verifier_pb2.VerifyReply:
         """a verdict that does not end the output, or a refused guess"""
 
-    @property
-    def replies(self) -> global___VerifyReplies:
-        """several, as VerifySteering.verdicts allows"""
-
     def __init__(
         self,
         *,
         open: global___OpenAttached | None = ...,
         reply: outrider.v1.verifier_pb2.VerifyReply | None = ...,
-        replies: global___VerifyReplies | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["message", b"message", "open", b"open", "replies", b"replies", "reply", b"reply"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["message", b"message", "open", b"open", "replies", b"replies", "reply", b"reply"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "reply", "replies"] | None: ...
+    def HasField(self, field_name: typing.Literal["message", b"message", "open", b"open", "reply", b"reply"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message", "open", b"open", "reply", b"reply"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "reply"] | None: ...
 
 global___AttachRequest = AttachRequest
-
-@typing.final
-class VerifyReplies(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    REPLIES_FIELD_NUMBER: builtins.int
-    @property
-    def replies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[outrider.v1.verifier_pb2.VerifyReply]: ...
-    def __init__(
-        self,
-        *,
-        replies: collections.abc.Iterable[outrider.v1.verifier_pb2.VerifyReply] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["replies", b"replies"]) -> None: ...
-
-global___VerifyReplies = VerifyReplies
 
 @typing.final
 class OpenAttached(google.protobuf.message.Message):

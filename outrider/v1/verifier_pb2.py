@@ -26,17 +26,17 @@ from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import multiplex_pb2 as outrider_dot_v1_dot_multiplex__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/verifier.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1boutrider/v1/multiplex.proto\"!\n\x0fProjectionReply\x12\x0e\n\x06wanted\x18\x01 \x01(\x08\"\x96\x01\n\rVerifyRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.outrider.v1.OpenVerifyH\x00\x12#\n\x05guess\x18\x02 \x01(\x0b\x32\x12.outrider.v1.GuessH\x00\x12,\n\x05steer\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.VerifySteeringH\x00\x42\t\n\x07message\"\xea\x01\n\nOpenVerify\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12+\n\x06params\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12*\n\x05steer\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.VerifySteering\x12\x15\n\rhidden_states\x18\x07 \x01(\x08\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x0e\n\x06tenant\x18\t \x01(\t\"\xe1\x02\n\x0eVerifySteering\x12\x12\n\x05gamma\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rdraft_wait_us\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x1a\n\rhidden_states\x18\x04 \x01(\x08H\x02\x88\x01\x01\x12\x12\n\x05nodes\x18\x05 \x01(\rH\x03\x88\x01\x01\x12\'\n\x06states\x18\x07 \x01(\x0b\x32\x17.outrider.v1.StateSpecs\x12\x15\n\x08verdicts\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x19\n\x0cpaying_nodes\x18\t \x01(\rH\x05\x88\x01\x01\x12\x32\n\x0e\x65\x61rlier_states\x18\n \x01(\x0b\x32\x1a.outrider.v1.EarlierStatesB\x08\n\x06_gammaB\x10\n\x0e_draft_wait_usB\x10\n\x0e_hidden_statesB\x08\n\x06_nodesB\x0b\n\t_verdictsB\x0f\n\r_paying_nodesJ\x04\x08\x02\x10\x03J\x04\x08\x06\x10\x07\"\xd4\x01\n\x0bVerifyReply\x12%\n\x06opened\x18\x01 \x01(\x0b\x32\x13.outrider.v1.OpenedH\x00\x12\'\n\x07verdict\x18\x02 \x01(\x0b\x32\x14.outrider.v1.VerdictH\x00\x12%\n\x07refused\x18\x03 \x01(\x0b\x32\x12.outrider.v1.ErrorH\x00\x12\x33\n\x0e\x65\x61rlier_states\x18\x05 \x01(\x0b\x32\x19.outrider.v1.HiddenStatesH\x00\x12\x0e\n\x06source\x18\x04 \x01(\rB\t\n\x07message\"A\n\x06Opened\x12\x10\n\x08position\x18\x01 \x01(\r\x12%\n\x05model\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\"\xdc\x03\n\x07Verdict\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12$\n\x04last\x18\x04 \x01(\x0e\x32\x16.outrider.v1.TokenKind\x12\x10\n\x08proposed\x18\x05 \x01(\r\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12+\n\x07timings\x18\x08 \x01(\x0b\x32\x1a.outrider.v1.VerifyTimings\x12,\n\x08logprobs\x18\t \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x30\n\rhidden_states\x18\n \x01(\x0b\x32\x19.outrider.v1.HiddenStates\x12/\n\x0clayer_states\x18\x0f \x03(\x0b\x32\x19.outrider.v1.HiddenStates\x12)\n\x07sources\x18\x0b \x03(\x0b\x32\x18.outrider.v1.SourceTally\x12\r\n\x05nodes\x18\x0c \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65pted_from_branch\x18\x0e \x01(\r\x12\x17\n\x0fremaining_depth\x18\r \x01(\rJ\x04\x08\x06\x10\x07\"A\n\x0bSourceTally\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x10\n\x08proposed\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\"\xb5\x01\n\rVerifyTimings\x12\x0f\n\x07wait_us\x18\x01 \x01(\r\x12\x0f\n\x07step_us\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x05 \x01(\r\x12\x16\n\x0esession_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x13\n\x0bstep_tokens\x18\x08 \x01(\r\x12\x10\n\x08\x64raft_us\x18\t \x01(\rJ\x04\x08\x02\x10\x03\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\x15\n\x13GetTokenizerRequest\"\'\n\tFileChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03*\x86\x01\n\tTokenKind\x12\x1a\n\x16TOKEN_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TOKEN_KIND_ACCEPTED\x10\x01\x12\x18\n\x14TOKEN_KIND_RECOVERED\x10\x02\x12\x14\n\x10TOKEN_KIND_BONUS\x10\x03\x12\x14\n\x10TOKEN_KIND_PLAIN\x10\x04\x32\xef\x02\n\x08Verifier\x12\x42\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x18.outrider.v1.VerifyReply(\x01\x30\x01\x12\x46\n\x08Sessions\x12\x1a.outrider.v1.SessionFrames\x1a\x1a.outrider.v1.SessionFrames(\x01\x30\x01\x12J\n\x0cGetTokenizer\x12 .outrider.v1.GetTokenizerRequest\x1a\x16.outrider.v1.FileChunk0\x01\x12;\n\x05Probe\x12\x19.outrider.v1.ProbeRequest\x1a\x17.outrider.v1.ProbeReply\x12N\n\rPutProjection\x12\x1b.outrider.v1.ProjectionPart\x1a\x1c.outrider.v1.ProjectionReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/verifier.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1boutrider/v1/multiplex.proto\"!\n\x0fProjectionReply\x12\x0e\n\x06wanted\x18\x01 \x01(\x08\"\x96\x01\n\rVerifyRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.outrider.v1.OpenVerifyH\x00\x12#\n\x05guess\x18\x02 \x01(\x0b\x32\x12.outrider.v1.GuessH\x00\x12,\n\x05steer\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.VerifySteeringH\x00\x42\t\n\x07message\"\xea\x01\n\nOpenVerify\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12+\n\x06params\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12*\n\x05steer\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.VerifySteering\x12\x15\n\rhidden_states\x18\x07 \x01(\x08\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x0e\n\x06tenant\x18\t \x01(\t\"\xed\x02\n\x0eVerifySteering\x12\x12\n\x05gamma\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rdraft_wait_us\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x1a\n\rhidden_states\x18\x04 \x01(\x08H\x02\x88\x01\x01\x12\x12\n\x05nodes\x18\x05 \x01(\rH\x03\x88\x01\x01\x12\'\n\x06states\x18\x07 \x01(\x0b\x32\x17.outrider.v1.StateSpecs\x12\x19\n\x0cpaying_nodes\x18\t \x01(\rH\x04\x88\x01\x01\x12\x32\n\x0e\x65\x61rlier_states\x18\n \x01(\x0b\x32\x1a.outrider.v1.EarlierStates\x12\x18\n\x0bplain_steps\x18\x0b \x01(\rH\x05\x88\x01\x01\x42\x08\n\x06_gammaB\x10\n\x0e_draft_wait_usB\x10\n\x0e_hidden_statesB\x08\n\x06_nodesB\x0f\n\r_paying_nodesB\x0e\n\x0c_plain_stepsJ\x04\x08\x02\x10\x03J\x04\x08\x06\x10\x07J\x04\x08\x08\x10\t\"\xd4\x01\n\x0bVerifyReply\x12%\n\x06opened\x18\x01 \x01(\x0b\x32\x13.outrider.v1.OpenedH\x00\x12\'\n\x07verdict\x18\x02 \x01(\x0b\x32\x14.outrider.v1.VerdictH\x00\x12%\n\x07refused\x18\x03 \x01(\x0b\x32\x12.outrider.v1.ErrorH\x00\x12\x33\n\x0e\x65\x61rlier_states\x18\x05 \x01(\x0b\x32\x19.outrider.v1.HiddenStatesH\x00\x12\x0e\n\x06source\x18\x04 \x01(\rB\t\n\x07message\"A\n\x06Opened\x12\x10\n\x08position\x18\x01 \x01(\r\x12%\n\x05model\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\"\xdc\x03\n\x07Verdict\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12$\n\x04last\x18\x04 \x01(\x0e\x32\x16.outrider.v1.TokenKind\x12\x10\n\x08proposed\x18\x05 \x01(\r\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12+\n\x07timings\x18\x08 \x01(\x0b\x32\x1a.outrider.v1.VerifyTimings\x12,\n\x08logprobs\x18\t \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x30\n\rhidden_states\x18\n \x01(\x0b\x32\x19.outrider.v1.HiddenStates\x12/\n\x0clayer_states\x18\x0f \x03(\x0b\x32\x19.outrider.v1.HiddenStates\x12)\n\x07sources\x18\x0b \x03(\x0b\x32\x18.outrider.v1.SourceTally\x12\r\n\x05nodes\x18\x0c \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65pted_from_branch\x18\x0e \x01(\r\x12\x17\n\x0fremaining_depth\x18\r \x01(\rJ\x04\x08\x06\x10\x07\"A\n\x0bSourceTally\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x10\n\x08proposed\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\"\xb5\x01\n\rVerifyTimings\x12\x0f\n\x07wait_us\x18\x01 \x01(\r\x12\x0f\n\x07step_us\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x05 \x01(\r\x12\x16\n\x0esession_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x13\n\x0bstep_tokens\x18\x08 \x01(\r\x12\x10\n\x08\x64raft_us\x18\t \x01(\rJ\x04\x08\x02\x10\x03\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\x15\n\x13GetTokenizerRequest\"\'\n\tFileChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03*\x86\x01\n\tTokenKind\x12\x1a\n\x16TOKEN_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TOKEN_KIND_ACCEPTED\x10\x01\x12\x18\n\x14TOKEN_KIND_RECOVERED\x10\x02\x12\x14\n\x10TOKEN_KIND_BONUS\x10\x03\x12\x14\n\x10TOKEN_KIND_PLAIN\x10\x04\x32\xef\x02\n\x08Verifier\x12\x42\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x18.outrider.v1.VerifyReply(\x01\x30\x01\x12\x46\n\x08Sessions\x12\x1a.outrider.v1.SessionFrames\x1a\x1a.outrider.v1.SessionFrames(\x01\x30\x01\x12J\n\x0cGetTokenizer\x12 .outrider.v1.GetTokenizerRequest\x1a\x16.outrider.v1.FileChunk0\x01\x12;\n\x05Probe\x12\x19.outrider.v1.ProbeRequest\x1a\x17.outrider.v1.ProbeReply\x12N\n\rPutProjection\x12\x1b.outrider.v1.ProjectionPart\x1a\x1c.outrider.v1.ProjectionReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.verifier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2028
-  _globals['_FINISHREASON']._serialized_end=2152
-  _globals['_TOKENKIND']._serialized_start=2155
-  _globals['_TOKENKIND']._serialized_end=2289
+  _globals['_FINISHREASON']._serialized_start=2040
+  _globals['_FINISHREASON']._serialized_end=2164
+  _globals['_TOKENKIND']._serialized_start=2167
+  _globals['_TOKENKIND']._serialized_end=2301
   _globals['_PROJECTIONREPLY']._serialized_start=98
   _globals['_PROJECTIONREPLY']._serialized_end=131
   _globals['_VERIFYREQUEST']._serialized_start=134
@@ -44,23 +44,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENVERIFY']._serialized_start=287
   _globals['_OPENVERIFY']._serialized_end=521
   _globals['_VERIFYSTEERING']._serialized_start=524
-  _globals['_VERIFYSTEERING']._serialized_end=877
-  _globals['_VERIFYREPLY']._serialized_start=880
-  _globals['_VERIFYREPLY']._serialized_end=1092
-  _globals['_OPENED']._serialized_start=1094
-  _globals['_OPENED']._serialized_end=1159
-  _globals['_VERDICT']._serialized_start=1162
-  _globals['_VERDICT']._serialized_end=1638
-  _globals['_SOURCETALLY']._serialized_start=1640
-  _globals['_SOURCETALLY']._serialized_end=1705
-  _globals['_VERIFYTIMINGS']._serialized_start=1708
-  _globals['_VERIFYTIMINGS']._serialized_end=1889
-  _globals['_TOKENLOGPROBS']._serialized_start=1891
-  _globals['_TOKENLOGPROBS']._serialized_end=1962
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=1964
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=1985
-  _globals['_FILECHUNK']._serialized_start=1987
-  _globals['_FILECHUNK']._serialized_end=2026
-  _globals['_VERIFIER']._serialized_start=2292
-  _globals['_VERIFIER']._serialized_end=2659
+  _globals['_VERIFYSTEERING']._serialized_end=889
+  _globals['_VERIFYREPLY']._serialized_start=892
+  _globals['_VERIFYREPLY']._serialized_end=1104
+  _globals['_OPENED']._serialized_start=1106
+  _globals['_OPENED']._serialized_end=1171
+  _globals['_VERDICT']._serialized_start=1174
+  _globals['_VERDICT']._serialized_end=1650
+  _globals['_SOURCETALLY']._serialized_start=1652
+  _globals['_SOURCETALLY']._serialized_end=1717
+  _globals['_VERIFYTIMINGS']._serialized_start=1720
+  _globals['_VERIFYTIMINGS']._serialized_end=1901
+  _globals['_TOKENLOGPROBS']._serialized_start=1903
+  _globals['_TOKENLOGPROBS']._serialized_end=1974
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1976
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1997
+  _globals['_FILECHUNK']._serialized_start=1999
+  _globals['_FILECHUNK']._serialized_end=2038
+  _globals['_VERIFIER']._serialized_start=2304
+  _globals['_VERIFIER']._serialized_end=2671
 # @@protoc_insertion_point(module_scope)

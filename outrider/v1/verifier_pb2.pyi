@@ -182,9 +182,9 @@ class VerifySteering(google.protobuf.message.Message):
     HIDDEN_STATES_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
-    VERDICTS_FIELD_NUMBER: builtins.int
     PAYING_NODES_FIELD_NUMBER: builtins.int
     EARLIER_STATES_FIELD_NUMBER: builtins.int
+    PLAIN_STEPS_FIELD_NUMBER: builtins.int
     gamma: builtins.int
     """length of the guessed path that a step waits for; 0: none"""
     draft_wait_us: builtins.int
@@ -193,10 +193,10 @@ class VerifySteering(google.protobuf.message.Message):
     """send hidden states with the next verdicts"""
     nodes: builtins.int
     """guesses verified per step, all branches together; 0: as many as the verifier allows"""
-    verdicts: builtins.int
-    """of steps without guesses, that an attached engine may send together; absent: 1"""
     paying_nodes: builtins.int
     """unless 0, in place of nodes: at most so many, as far as they pay for the time that they add to a shared step"""
+    plain_steps: builtins.int
+    """steps without guesses, whose tokens an attached engine may send in one verdict; absent: 1"""
     @property
     def states(self) -> outrider.v1.common_pb2.StateSpecs:
         """send these states with the next verdicts, beside those of hidden_states"""
@@ -213,12 +213,12 @@ class VerifySteering(google.protobuf.message.Message):
         hidden_states: builtins.bool | None = ...,
         nodes: builtins.int | None = ...,
         states: outrider.v1.common_pb2.StateSpecs | None = ...,
-        verdicts: builtins.int | None = ...,
         paying_nodes: builtins.int | None = ...,
         earlier_states: outrider.v1.common_pb2.EarlierStates | None = ...,
+        plain_steps: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_paying_nodes", b"_paying_nodes", "_verdicts", b"_verdicts", "draft_wait_us", b"draft_wait_us", "earlier_states", b"earlier_states", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "paying_nodes", b"paying_nodes", "states", b"states", "verdicts", b"verdicts"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_paying_nodes", b"_paying_nodes", "_verdicts", b"_verdicts", "draft_wait_us", b"draft_wait_us", "earlier_states", b"earlier_states", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "paying_nodes", b"paying_nodes", "states", b"states", "verdicts", b"verdicts"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_paying_nodes", b"_paying_nodes", "_plain_steps", b"_plain_steps", "draft_wait_us", b"draft_wait_us", "earlier_states", b"earlier_states", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "paying_nodes", b"paying_nodes", "plain_steps", b"plain_steps", "states", b"states"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_paying_nodes", b"_paying_nodes", "_plain_steps", b"_plain_steps", "draft_wait_us", b"draft_wait_us", "earlier_states", b"earlier_states", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "paying_nodes", b"paying_nodes", "plain_steps", b"plain_steps", "states", b"states"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_draft_wait_us", b"_draft_wait_us"]) -> typing.Literal["draft_wait_us"] | None: ...
     @typing.overload
@@ -230,7 +230,7 @@ class VerifySteering(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_paying_nodes", b"_paying_nodes"]) -> typing.Literal["paying_nodes"] | None: ...
     @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_verdicts", b"_verdicts"]) -> typing.Literal["verdicts"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_plain_steps", b"_plain_steps"]) -> typing.Literal["plain_steps"] | None: ...
 
 global___VerifySteering = VerifySteering
 

@@ -363,36 +363,41 @@ async def test_what_is_sent_on_a_later_stream_names_no_guess_of_an_earlier_one()
     stream.outbox, stream.number = asyncio.Queue(), 2
     stream.send(1, Verdict(3, (4, 9), 1, TokenKind.RECOVERED, proposed=2, nodes=2))
     sent = [stream.outbox.get_nowait() for _ in range(2)]
-    assert [list(each.reply.verdict.tokens) for each in sent if each is not None] == [[4], [9]]
+    assert [list(each.verdict.tokens) for each in sent if each is not None] == [[4], [9]]
     assert stream.tokens == [1, 2, 3, 4, 9]
 
 
-async def test_verdicts_without_guesses_go_together_as_the_coordinator_allows() -> None:
+async def test_steps_without_guesses_go_in_one_verdict_as_the_coordinator_allows() -> None:
     stream = _RequestStream(attached([1, 2, 3]), [1, 2, 3])
-    stream.outbox, stream.number, stream.together = asyncio.Queue(), 1, 3
+    stream.outbox = outbox = asyncio.Queue()
+    stream.number, stream.plain_steps = 1, 3
+
+    def sent() -> list[tuple[int, list[int], int] | None]:
+        replies = [outbox.get_nowait() for _ in range(outbox.qsize())]
+        return [each and (each.verdict.position, list(each.verdict.tokens), each.verdict.accepted) for each in replies]
+
     for position in range(3, 7):
-        stream.send(1, Verdict(position, (4,), 0, TokenKind.PLAIN))
-    message = stream.outbox.get_nowait()
-    assert message is not None
-    assert [reply.verdict.position for reply in message.replies.replies] == [3, 4, 5]
-    assert stream.outbox.empty()
+        stream.send(1, Verdict(position, (position,), 0, TokenKind.PLAIN, timings=VerifyTimings(step_us=position)))
+    assert outbox._queue[0].verdict.timings.step_us == 5, "of the last step"  # type: ignore[attr-defined]
+    assert sent() == [(3, [3, 4, 5], 0)]
     stream.send(1, Verdict(7, (4, 9), 1, TokenKind.RECOVERED, proposed=2, nodes=2))
-    message = stream.outbox.get_nowait()
-    assert message is not None
-    assert [reply.verdict.position for reply in message.replies.replies] == [6, 7], "guesses are urgent"
+    assert sent() == [(6, [6], 0), (7, [4, 9], 1)], "verdicts of guesses are urgent"
     stream.send(1, Verdict(9, (4,), 0, TokenKind.PLAIN))
     stream.send(1, None)
-    message, end = stream.outbox.get_nowait(), stream.outbox.get_nowait()
-    assert message is not None
-    assert message.reply.verdict.position == 9
-    assert end is None
-    assert stream.tokens == [1, 2, 3, 4, 4, 4, 4, 4, 9, 4]
+    assert sent() == [(9, [4], 0), None]
+    assert stream.tokens == [1, 2, 3, 3, 4, 5, 6, 4, 9, 4]
     stream.send(0, Verdict(10, (5, 6, 7, 8), 3, TokenKind.RECOVERED, proposed=4, nodes=4))
-    sizes = [len(message.replies.replies) for message in (stream.outbox.get_nowait(),) if message is not None]
-    assert sizes == [3], "no message has more than the coordinator takes"
-    last = stream.outbox.get_nowait()
-    assert last is not None
-    assert last.reply.verdict.position == 13
+    assert sent() == [(10, [5, 6, 7], 0), (13, [8], 0)], "no verdict has more than the coordinator takes"
+
+
+def test_a_request_speculates_while_the_coordinator_takes_single_verdicts() -> None:
+    request = attached([1, 2, 3])
+    assert not request.speculates
+    for plain_steps, speculates in ((8, False), (1, True), (8, False)):
+        arrive(request, verify.VerifyRequest(steer=verify.VerifySteering(plain_steps=plain_steps)))
+        assert request.speculates is speculates
+    arrive(request, verify.VerifyRequest(steer=verify.VerifySteering(plain_steps=1)), 2)
+    assert not request.speculates, "a new stream"
 
 
 @pytest.mark.parametrize(

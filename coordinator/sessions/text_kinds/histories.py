@@ -12,7 +12,7 @@ from coordinator.sessions.text_kinds.recognition import TextRecogniser
 
 _Wait = Callable[[], None]
 POLL_S = 0.25  # of a session that waits for its verifier's other sessions to leave
-POLL_ALONE_S = 0.01  # of one that is alone: its text may turn out to be of another kind
+POLL_ALONE_S = 0.01  # of one that is alone, doubled while its text stands still: it may become another kind
 IN_VAIN = 3.0  # plain steps that a kind waits longer after a drafter that gained nothing
 COPIES_GAINED = 18.0  # what copies are taken to have gained before the first one: guesses probably hold
 LOAN = 1 / 3  # of what a kind has gained, that one text may lose
@@ -40,10 +40,10 @@ class TextHistories:
         A long prompt is dear to read, so its answer shows first whether it copies. `pay` takes as long as a choice of
         plan, so it is asked when the kind of the text or the load has changed. `wait` is called as long as it waits.
         """
-        text, paid = self._text, 0
+        text, paid, pause = self._text, 0, POLL_ALONE_S
         judged: tuple[str, int] | None = None
         while session.shared or text.may_copy or self._settle(text.kind, REFILL * (len(tokens) - paid)) < 0.0:
-            paid = len(tokens)
+            pause, paid = (POLL_ALONE_S if len(tokens) > paid else min(POLL_S, 2 * pause)), len(tokens)
             if paid >= text.due:
                 text.read(tokens)
             before, judged = judged, (text.kind, int(session.other_sessions.value).bit_length())
@@ -53,7 +53,7 @@ class TextHistories:
                     return
             if session.shared or (judged == before and not text.may_copy):  # else it may need the states of the prompt
                 wait()
-            await asyncio.sleep(POLL_S if session.shared else POLL_ALONE_S * (judged == before))
+            await asyncio.sleep(POLL_S if session.shared else pause * (judged == before))
 
     def start(self, own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
         """Start a drafter's estimates from its history, and the session's too if no better drafter is attached."""

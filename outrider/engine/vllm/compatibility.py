@@ -28,7 +28,7 @@ FRAGILE_POINTS = (
     ("v1/core/sched/scheduler.py", "self.num_spec_tokens > 0", "no padding with guesses"),
     ("v1/request.py", "is_prefill_chunk", "whether a step draws for a request"),
     ("v1/engine/core.py", "def step(", "a step"),
-    ("v1/engine/core.py", "def post_step(", "a step"),
+    ("v1/engine/core.py", "self.check_for_draft_tokens and not", "attached: no request for guesses of its own"),
     ("v1/executor/multiproc_executor.py", "def start_worker_monitor(self, inline", "several machines"),
     ("v1/engine/core.py", "def preprocess_add_request(", "requests without vLLM's front end"),
     ("v1/engine/core.py", "def abort_requests(", "the end of a request"),

@@ -149,8 +149,7 @@ class VllmCore:
         self._scheduler.plan = plan
         self._scheduler.masks = masks or (lambda request, guesses: None)
         self._scheduler.computed = {}
-        _, executed = self._core.step_fn()
-        self._core.post_step(executed)
+        self._core.step_fn()
 
     def num_computed(self, name: str) -> int | None:
         """Return how many tokens of a request are cached; None: vLLM has ended it."""

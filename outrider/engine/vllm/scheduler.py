@@ -26,9 +26,6 @@ class SilentScheduler(Scheduler):  # type: ignore[misc]
 
     num_spec_tokens: int
 
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Ignore them: there are none."""
-
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         most, self.num_spec_tokens = self.num_spec_tokens, 0  # vLLM would pad requests with one new token to it
         try:

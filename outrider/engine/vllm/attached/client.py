@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -39,35 +40,34 @@ class _RequestStream:
         self.request = request
         self.tokens = tokens
         self.salt = salt
-        self.number = 0
-        self.closed = False
-        self.outbox: asyncio.Queue[pb.AttachRequest | None] | None = None  # None: no stream is open
-        self.unsent: list[verify.VerifyReply] = []
-        self.together = 1  # verdicts without guesses that the coordinator takes in one message
+        self.number, self.closed = 0, False
+        self.outbox: asyncio.Queue[verify.VerifyReply | None] | None = None  # None: no stream is open
+        self.unsent: list[Verdict] = []  # without guesses
+        self.plain_steps = 1  # that the coordinator takes in one verdict
 
     def send(self, number: int, item: Verdict | verify.VerifyReply | None) -> None:
         """Send what happened while stream `number` was in use; None: the request has ended."""
+        current = number == self.number
         if isinstance(item, Verdict):
             self.tokens.extend(item.tokens)
-            verdicts = [item] if number == self.number else as_plain(item)
-            self.unsent += (verify.VerifyReply(verdict=convert.verdict_to_proto(each)) for each in verdicts)
-        elif item is not None and number == self.number:
-            self.unsent.append(item)
-        plain = isinstance(item, Verdict) and not item.proposed and not item.remaining_depth
-        if not plain or len(self.unsent) >= self.together:
-            self.flush()
+            if not current or not (item.proposed or item.remaining_depth):
+                self.unsent += [item] if current else as_plain(item)
+                if len(self.unsent) >= self.plain_steps:
+                    self.flush()
+                return
+            item = verify.VerifyReply(verdict=convert.verdict_to_proto(item))
+        self.flush()
         self.closed = item is None
-        if self.closed and self.outbox is not None:
-            self.outbox.put_nowait(None)
+        if self.outbox is not None and (current or self.closed):
+            self.outbox.put_nowait(item)
 
     def flush(self) -> None:
         while self.unsent:
-            part, self.unsent = self.unsent[: self.together], self.unsent[self.together :]
-            message = pb.AttachRequest(reply=part[0])
-            if len(part) > 1:
-                message = pb.AttachRequest(replies=pb.VerifyReplies(replies=part))
+            part, self.unsent = self.unsent[: self.plain_steps], self.unsent[self.plain_steps :]
+            tokens = tuple(token for each in part for token in each.tokens)
+            verdict = replace(part[0], tokens=tokens, timings=part[-1].timings)
             if self.outbox is not None:
-                self.outbox.put_nowait(message)
+                self.outbox.put_nowait(verify.VerifyReply(verdict=convert.verdict_to_proto(verdict)))
 
 
 class AttachmentClient:
@@ -82,10 +82,7 @@ class AttachmentClient:
         self._streams: dict[str, _RequestStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._channel: grpc.aio.Channel | None = None
-        self._turn = 0
-        self._not_before = 0.0
-        self._retry_s = _RETRY_S
-        self._told = ""
+        self._turn, self._not_before, self._retry_s, self._told = 0, 0.0, _RETRY_S, ""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="outrider attachment", daemon=True).start()
 
@@ -149,7 +146,7 @@ class AttachmentClient:
             self._channel = self._channels.aio_channel(self._addresses[self._turn % len(self._addresses)])
         request = stream.request
         stub: Any = rpc.AttachmentStub(self._channel)
-        stream.outbox, stream.unsent, stream.together = asyncio.Queue(), [], 1
+        stream.outbox, stream.unsent, stream.plain_steps = asyncio.Queue(), [], 1
         stream.number += 1
         request.receive(stream.number, self._arrived)
         opening = pb.OpenAttached(
@@ -168,7 +165,7 @@ class AttachmentClient:
                 self._retry_s, self._told = _RETRY_S, ""
                 if message.HasField("steer"):
                     stream.flush()
-                    stream.together = message.steer.verdicts or 1
+                    stream.plain_steps = message.steer.plain_steps or 1
                 request.receive(message, self._arrived)
                 if stream.outbox.qsize() > _MAX_UNSENT:
                     raise asyncio.InvalidStateError("the coordinator does not read its messages")
@@ -190,11 +187,11 @@ class AttachmentClient:
             await channel.close()
 
 
-async def _write(call: Any, outbox: asyncio.Queue[pb.AttachRequest | None], opening: pb.OpenAttached) -> None:
+async def _write(call: Any, outbox: asyncio.Queue[verify.VerifyReply | None], opening: pb.OpenAttached) -> None:
     try:
         await call.write(pb.AttachRequest(open=opening))
-        while (message := await outbox.get()) is not None:
-            await call.write(message)
+        while (reply := await outbox.get()) is not None:
+            await call.write(pb.AttachRequest(reply=reply))
         await call.done_writing()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return  # the reader raises the error

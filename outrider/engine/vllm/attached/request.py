@@ -121,6 +121,7 @@ class AttachedRequest:
 
     def _begin(self, stream: int) -> None:
         self.stream = stream
+        self.speculates = False  # the coordinator awaits each verdict
         self._tree = GuessTree(self._tokens, single=False, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA)
         self._block = NO_GUESS
         self._max_guesses: int = 0
@@ -134,6 +135,7 @@ class AttachedRequest:
         elif message.WhichOneof("message") == "steer":
             steering = convert.verify_steering_from_proto(message.steer)
             steering.check()
+            self.speculates = message.steer.plain_steps <= 1
             self._gamma = self._gamma if steering.gamma is None else steering.gamma
             self._wait_s = self._wait_s if steering.draft_wait_us is None else steering.draft_wait_us / 1e6
             self._max_guesses = self._max_guesses if steering.nodes is None else steering.nodes

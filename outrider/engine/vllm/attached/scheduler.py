@@ -51,6 +51,7 @@ class AttachedScheduler(SilentScheduler):
         self._attached: dict[str, AttachedRequest] = {}
         self._arrived = threading.Event()
         self._client = AttachmentClient(options, model, self.num_spec_tokens, self._arrived)
+        self._unsent: list[tuple[AttachedRequest, int, Verdict | verify.VerifyReply]] = []
         self._ended_at = self._started_at = time.monotonic()  # of the last step, and of this one
 
     def add_request(self, request: Request) -> None:
@@ -70,6 +71,11 @@ class AttachedScheduler(SilentScheduler):
                 request.spec_token_ids = attached.guesses(self.num_spec_tokens)
         self._started_at = time.monotonic()
         return super().schedule(*args, **kwargs)
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
+        """Send the last step's verdicts, if no guess is awaited: vLLM asks after the forward pass has begun."""
+        self._send()
+        return super().get_grammar_bitmask(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         result = super().update_from_output(scheduler_output, model_runner_output)
@@ -102,7 +108,6 @@ class AttachedScheduler(SilentScheduler):
         drawn = output.sampled_token_ids
         step_tokens = sum(map(len, drawn))
         now = time.monotonic()
-        sent: list[tuple[AttachedRequest, int, Verdict | verify.VerifyReply]] = []
         for name, num_tokens in scheduled.num_scheduled_tokens.items():
             attached = self._attached.get(name)
             tokens = drawn[output.req_id_to_index[name]] if drawn else ()
@@ -117,10 +122,16 @@ class AttachedScheduler(SilentScheduler):
                 step_tokens=step_tokens,
             )
             num_guesses = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
-            sent.append((attached, attached.stream, attached.verdict(tokens, num_guesses, timings)))
-            sent += [(attached, attached.stream, refused) for refused in attached.refusals]
+            self._unsent.append((attached, attached.stream, attached.verdict(tokens, num_guesses, timings)))
+            self._unsent += [(attached, attached.stream, refused) for refused in attached.refusals]
             attached.refusals.clear()
-        self._client.send(sent)
+        if any(attached.speculates for attached in self._attached.values()):
+            self._send()
+
+    def _send(self) -> None:
+        if self._unsent:
+            self._client.send(self._unsent)
+            self._unsent = []
 
 
 _add_request = EngineCore.add_request
@@ -130,7 +141,7 @@ def _add_verified(core: EngineCore, *args: Any, **kwargs: Any) -> None:
     """Install the verification before the first request: vLLM has no hook between the start of its workers and that."""
     scheduler = core.scheduler
     if isinstance(scheduler, AttachedScheduler) and not scheduler.verifies:
-        scheduler.verifies = True
+        scheduler.verifies, core.check_for_draft_tokens = True, False
         log.info("attached", runner=core.collective_rpc(install)[0])
     _add_request(core, *args, **kwargs)
 

@@ -15,10 +15,10 @@ from coordinator.control.throughput_model import Mode
 from coordinator.sessions.drafting import DraftingContext
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol import convert
-from outrider.protocol.errors import Expired, InvalidRequest
+from outrider.protocol.errors import Expired, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import TokenKind, Verdict
+from outrider.protocol.speculation import TokenKind, Verdict, VerifyTimings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import verifier_pb2 as verify
 
@@ -64,21 +64,14 @@ async def stream(*messages: pb.AttachRequest, then_s: float = 0.0) -> AsyncItera
     await asyncio.sleep(then_s)
 
 
-def plain_steps(number: int) -> list[verify.VerifyReply]:
-    verdicts = [Verdict(2 + i, (1,), 0, TokenKind.PLAIN) for i in range(number)]
-    return [verify.VerifyReply(verdict=convert.verdict_to_proto(verdict)) for verdict in verdicts]
-
-
-def joined(replies: list[verify.VerifyReply]) -> pb.AttachRequest:
-    return pb.AttachRequest(replies=pb.VerifyReplies(replies=replies))
+def plain_steps(number: int, position: int = 2) -> pb.AttachRequest:
+    verdict = Verdict(position, (1,) * number, 0, TokenKind.PLAIN, timings=VerifyTimings(step_us=10))
+    return pb.AttachRequest(reply=verify.VerifyReply(verdict=convert.verdict_to_proto(verdict)))
 
 
 @pytest.mark.parametrize("together", [1, 8])
 async def test_verdicts_are_read_no_faster_than_engines_run(together: int) -> None:
-    replies = plain_steps(STEPS)
-    requests = [pb.AttachRequest(reply=reply) for reply in replies]
-    if together > 1:
-        requests = [joined(replies[i : i + together]) for i in range(0, STEPS, together)]
+    requests = [plain_steps(together, 2 + i) for i in range(0, STEPS, together)]
     engine = attached()
     started = asyncio.get_running_loop().time()
     await engine.follow(stream(*requests))
@@ -86,15 +79,20 @@ async def test_verdicts_are_read_no_faster_than_engines_run(together: int) -> No
     assert asyncio.get_running_loop().time() - started >= 0.9 * least_s
 
 
-async def test_an_engine_whose_drafters_rest_sends_several_verdicts_together() -> None:
+async def test_an_engine_whose_drafters_rest_sends_several_steps_in_one_verdict() -> None:
     engine = attached()
-    await engine.follow(stream(joined(plain_steps(8)), pb.AttachRequest(reply=plain_steps(9)[8])))
+    await engine.follow(stream(plain_steps(8), plain_steps(1, 10)))
     assert engine._record.tokens == [1] * 9
+    assert engine._record.kinds == [TokenKind.PLAIN] * 9
+    (tally,) = engine._drafting.control.tallies.values()
+    assert tally.tokens == 9
+    assert tally.ms == pytest.approx(9 * 0.01), "each step took as long as the mean"
+    assert tally.steps == engine._stats.values().plans[0].steps == 9
     steering = engine.outbox.get_nowait()
     assert steering is not None
-    assert steering.steer.verdicts == 8
-    with pytest.raises(InvalidRequest, match="replies"):
-        await attached().follow(stream(joined(plain_steps(STEPS))))
+    assert steering.steer.plain_steps == 8
+    with pytest.raises(ProtocolViolation, match=r"verdict\.accepted"):
+        await attached().follow(stream(plain_steps(9)))
 
 
 async def test_a_silent_engine_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
