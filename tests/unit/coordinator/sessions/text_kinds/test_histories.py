@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -216,6 +217,34 @@ async def test_a_drafter_does_not_wait_without_others_or_where_guesses_hold(
     waiting = Waiting(others)
     await waiting.begin(chats, prompt)
     assert (waiting.task.done(), waiting.told) == (True, 0)
+
+
+async def test_a_text_that_stands_still_is_read_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Answering()
+    await pair.begin(SHORT)
+    pair.check(accepted=0)
+    pair.session.gain(-4.0)
+    pair.histories.remember(pair.own, pair.session, alone=True, reading=READING)
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 9:
+            waiting.answer.append(1)
+        if len(pauses) == 11:
+            raise asyncio.CancelledError
+
+    waiting = Waiting(others=0)
+    await pair.begin(SHORT)
+    monkeypatch.setattr(histories, "asyncio", SimpleNamespace(sleep=pause, gather=asyncio.gather))
+    promising = pair.histories.until_promising(
+        waiting.answer, pair.own, waiting.session, waiting.promising, waiting.tell
+    )
+    with pytest.raises(asyncio.CancelledError):
+        await promising
+    assert pauses[0] == 0.0, "it is judged at once"
+    assert pauses[1:8] == pytest.approx([0.04, 0.08, 0.16, *[histories.POLL_S] * 4])
+    assert pauses[9:] == pytest.approx([histories.POLL_ALONE_S, 2 * histories.POLL_ALONE_S])
 
 
 async def test_guesses_that_hold_are_not_drafted_where_every_token_of_a_step_is_dear(chats: Answering) -> None:
