@@ -23,10 +23,13 @@ import pytest
 import torch
 
 from outrider.engine.vllm.attached import request as attached_request
+from outrider.engine.vllm.attached import scheduler as attached_scheduler
 from outrider.engine.vllm.attached.client import _RequestStream
 from outrider.engine.vllm.attached.draws import walk
 from outrider.engine.vllm.attached.options import AttachOptions
 from outrider.engine.vllm.attached.request import AttachedRequest, as_plain, drawn_alike, guessed_with
+from outrider.engine.vllm.attached.scheduler import AttachedScheduler
+from outrider.engine.vllm.scheduler import SilentScheduler
 from outrider.protocol import convert
 from outrider.protocol.errors import StartupError
 from outrider.protocol.sampling_params import SamplingParams
@@ -398,6 +401,38 @@ def test_a_request_speculates_while_the_coordinator_takes_single_verdicts() -> N
         assert request.speculates is speculates
     arrive(request, verify.VerifyRequest(steer=verify.VerifySteering(plain_steps=1)), 2)
     assert not request.speculates, "a new stream"
+
+
+def test_verdicts_wait_for_the_forward_pass_unless_guesses_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SilentScheduler, "get_grammar_bitmask", lambda *_: None)
+    sent: list[list[Any]] = []
+    scheduler = object.__new__(AttachedScheduler)
+    scheduler._client, scheduler._unsent = SimpleNamespace(send=sent.append), []  # type: ignore[assignment]
+    scheduler._started_at = scheduler._ended_at = time.monotonic()
+    scheduler._attached = {"r": attached(tokens := [1, 2, 3])}
+    counts = {"num_scheduled_tokens": {"r": 1}, "total_num_scheduled_tokens": 1, "scheduled_spec_decode_tokens": {}}
+    scheduled: Any = SimpleNamespace(**counts)
+    output: Any = SimpleNamespace(sampled_token_ids=[[4]], req_id_to_index={"r": 0})
+    for plain_steps, at_once in ((8, 0), (1, 1)):
+        arrive(scheduler._attached["r"], verify.VerifyRequest(steer=verify.VerifySteering(plain_steps=plain_steps)))
+        tokens.append(4)
+        scheduler._report(scheduled, output)
+        assert len(sent) == at_once
+        scheduler.get_grammar_bitmask(scheduled)
+        scheduler.get_grammar_bitmask(scheduled)
+        assert len(sent) == 1, "once"
+        ((request, _, verdict),) = sent.pop()
+        assert (request.name, verdict.tokens) == ("r", (4,))
+
+
+def test_workers_are_not_asked_for_guesses_of_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[str] = []
+    monkeypatch.setattr(attached_scheduler, "_add_request", lambda core, request: added.append(request))
+    scheduler = object.__new__(AttachedScheduler)
+    scheduler.verifies = False
+    core: Any = SimpleNamespace(scheduler=scheduler, check_for_draft_tokens=True, collective_rpc=lambda method: ["v1"])
+    attached_scheduler._add_verified(core, "first")
+    assert (added, scheduler.verifies, core.check_for_draft_tokens) == (["first"], True, False)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class AttachedScheduler(SilentScheduler):
             self._arrived.wait(until - now)
 
     def _report(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Send the verdicts of a step. Requests that it ended are no longer attached."""
+        """Send the verdicts of a step, later if no guess is awaited. Requests that it ended are no longer attached."""
         drawn = output.sampled_token_ids
         step_tokens = sum(map(len, drawn))
         now = time.monotonic()
