@@ -174,8 +174,7 @@ class DraftSession:
     @property
     def depth(self) -> int:
         """Return how far beyond the committed position a guess can still be accepted."""
-        last_useful = self._prompt_length + self.params.max_tokens - 1
-        return min(self._gamma, last_useful - len(self.committed))
+        return min(self._gamma, self._prompt_length + self.params.max_tokens - 1 - len(self.committed))
 
     @property
     def _budget(self) -> int:

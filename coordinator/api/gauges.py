@@ -39,8 +39,7 @@ def _sessions(sessions: Iterable[Session], worker_pool: WorkerPool, *, waiting: 
 
 def _waiting(sessions: Iterable[Session]) -> GaugeValues:
     waiting = (session for session in sessions if session.stats.waiting and not session.ended)
-    counts = Counter((session.target.info.name, str(session.urgency.priority)) for session in waiting)
-    return list(counts.items())
+    return list(Counter((session.target.info.name, str(session.urgency.priority)) for session in waiting).items())
 
 
 def _workers(worker_pool: WorkerPool) -> GaugeValues:

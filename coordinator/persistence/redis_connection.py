@@ -48,8 +48,7 @@ class RedisConnection:
         self._skipped = skipped
         self._logged: set[str] = set()
         self._calls = 0
-        self._closing = False
-        self._down_logged = False
+        self._closing = self._down_logged = False
 
     async def close(self) -> None:
         """Close all connections after the calls in progress: an interrupted call would connect again."""

@@ -126,8 +126,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.plan = plan
         self.direct = direct
         self.shares_cores = direct  # with the session's verifier; set when it has opened the session
-        self.joined = False
-        self.wants_hidden_states = False
+        self.joined = self.wants_hidden_states = False
         self.spec = connection.info.state_spec or FINAL_STATES  # of the hidden states that it reads
         self.passed: common.Guess | None = None  # the newest empty guess: nothing to propose at its position
         self.limits = DraftLimits(time.monotonic())

@@ -29,8 +29,7 @@ class VerdictDeadline:
     def __init__(self, num_tokens: int) -> None:
         self.wait_timeout_s = 0.0  # the verifier's draft wait timeout
         self._prompt = num_tokens  # tokens to compute before the first verdict
-        self._waited_s = 0.0
-        self._queued_s = 0.0
+        self._waited_s = self._queued_s = 0.0
 
     def reset(self) -> None:
         self._prompt = 0

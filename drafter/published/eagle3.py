@@ -126,8 +126,7 @@ class PublishedPeagle(PublishedEagle3):
         outputs, _ = self.step(RowBatch(rows, mask_tokens.device), torch.cat(tokens), torch.cat(states))
         for each in batch:
             each.cache.truncate(each.cache.length - len(mask_tokens))
-        parts = torch.split(outputs, [row.count for row in rows])
-        return torch.stack([part[-self.places :] for part in parts])
+        return torch.stack([part[-self.places :] for part in torch.split(outputs, [row.count for row in rows])])
 
 
 def _layer_ids(config: CheckpointConfig, eagle: CheckpointConfig) -> tuple[int, ...]:

@@ -51,8 +51,7 @@ class SessionRows:
     causal: bool = True
 
     def positions(self) -> list[int]:
-        shape = TreeShape.of(self.parents, self.count)
-        return [self.cache.length + depth - 1 for depth in shape.depths]
+        return [self.cache.length + depth - 1 for depth in TreeShape.of(self.parents, self.count).depths]
 
     def mask(self, device: torch.device) -> torch.Tensor | None:
         """Return which cached and new rows each new row sees; None: all.  # [count, length + count]"""

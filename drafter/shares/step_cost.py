@@ -37,5 +37,4 @@ class StepCost:
             return None
         slope = (self._products / self._weight - mean * mean_ms) / variance
         slope = min(max(0.0, slope), mean_ms / mean)
-        first_ms = max(_LEAST_MS, mean_ms - slope * (mean - 1.0))
-        return CostCurve.line(first_ms, slope)
+        return CostCurve.line(max(_LEAST_MS, mean_ms - slope * (mean - 1.0)), slope)

@@ -66,8 +66,7 @@ class OwnCall:
     def __init__(self, call: Any) -> None:
         self._call = call
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
-        self._unsent_bytes = 0
-        self._max_bytes = 0
+        self._unsent_bytes = self._max_bytes = 0
         self._writing = asyncio.create_task(self._write())
 
     def send(self, message: bytes) -> bool:

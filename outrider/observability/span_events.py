@@ -22,10 +22,7 @@ class StreamSpan:
         identity = {"outrider.session_id": session_id, "outrider.request_id": context.request_id}
         self._span = tracing.start(name, context.carrier, identity)
         self._name = name
-        self._steps = 0
-        self._tokens = 0
-        self._step_us = 0
-        self._cached_tokens = 0
+        self._steps = self._tokens = self._step_us = self._cached_tokens = 0
 
     def add(self, tokens: int, step_us: int, cached_tokens: int = 0) -> None:
         if tokens and not self._tokens:

@@ -309,8 +309,7 @@ class Verdict:
 
     @property
     def kinds(self) -> tuple[TokenKind, ...]:
-        rest = len(self.tokens) - self.accepted
-        return (TokenKind.ACCEPTED,) * self.accepted + (self.last,) * rest
+        return (TokenKind.ACCEPTED,) * self.accepted + (self.last,) * (len(self.tokens) - self.accepted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ def _uncut_draws(logits: torch.Tensor, states: torch.Tensor, temperature: torch.
     if logits.is_cuda:
         return triton_race.race(logits, noise.to_device(states, logits.device), temperature[:, 0])
     highest = logits.amax(dim=-1, keepdim=True).to(torch.float64) / temperature
-    return noise.pruned_race(states, torch.arange(logits.shape[-1]), _LogitWeights(logits, temperature, highest))
+    return noise.pruned_race(states, logits.shape[-1], _LogitWeights(logits, temperature, highest))
 
 
 @dataclass(frozen=True, slots=True)

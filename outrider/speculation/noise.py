@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+_Hashes = npt.NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -84,18 +87,21 @@ def exponentials(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     It uses 53 random bits and log1p. With fewer bits, or in single precision,
     ids of small probability would never be drawn.
     """
-    bits = _shift(_mix_tensor(keys + (ids + 1) * _signed(_ID)), 11).clamp_(max=LARGEST)
-    return -torch.log1p(-(bits.to(torch.float64) + 0.5) * 2.0**-53)
+    return _of_bits(_shift(_mix_tensor(keys + (ids + 1) * _signed(_ID)), 11))
+
+
+def _of_bits(bits: torch.Tensor) -> torch.Tensor:
+    return -torch.log1p(-(bits.clamp_(max=LARGEST).to(torch.float64) + 0.5) * 2.0**-53)
 
 
 def exponential_race(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Draw a column from each row of `weights` [rows, ids]: the argmin of exponential noise divided by weight.
 
-    `ids` is [ids] or [rows, ids]; entries of weight 0 are never drawn.
+    `ids` is [rows, ids], or [ids] for all, in order; entries of weight 0 are never drawn.
     P(i) = weight_i / Σ weights, so rows need no normalising.
     """
     if ids.dim() == 1 and len(ids) > MANY_IDS and not weights.is_cuda:
-        return pruned_race(signed(keys), ids, GivenWeights(weights))
+        return pruned_race(signed(keys), len(ids), GivenWeights(weights))
     return arrival_times(keys, ids, weights).argmin(dim=-1)
 
 
@@ -148,7 +154,7 @@ def block_peaks(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([peaks, values[:, whole * BLOCK :].amax(dim=-1, keepdim=True)], dim=1)
 
 
-def pruned_race(states: torch.Tensor, ids: torch.Tensor, weights: RaceWeights) -> torch.Tensor:
+def pruned_race(states: torch.Tensor, num_ids: int, weights: RaceWeights) -> torch.Tensor:
     """Draw from rows of many ids on a CPU: the winner of all, with logarithms only for columns that can win.
 
     The columns of the heaviest blocks give an upper bound of the minimum. An exponential is never below the uniform
@@ -156,32 +162,44 @@ def pruned_race(states: torch.Tensor, ids: torch.Tensor, weights: RaceWeights) -
     block's peak, so one integer comparison per hash excludes nearly all. About BLOCK columns of a row are left,
     whatever the distribution. A row without a finite positive weight gives column 0.
     """
+    keys, mixed = states.numpy().view(np.uint64)[:, None], _mixed_ids(num_ids)
     peaks = weights.peaks().to(torch.float64)
     rows = torch.arange(len(states))[:, None]
     heaviest = peaks.topk(min(_HEAVIEST_BLOCKS, peaks.shape[1]), dim=-1).indices
-    heavy = (heaviest[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1).clamp_(max=len(ids) - 1)
-    first = (exponentials(states[:, None], ids[heavy]) / weights.at(rows, heavy)).min(dim=-1, keepdim=True)
+    heavy = (heaviest[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1).clamp_(max=num_ids - 1)
+    first = (_exponentials(keys, mixed[heavy.numpy()]) / weights.at(rows, heavy)).min(dim=-1, keepdim=True)
     bounds = (peaks * first.values * (_SLACK * 2.0**_TOP_BITS)).ceil_().nan_to_num_(nan=0.0)
     limits = bounds.clamp_(max=2.0**_TOP_BITS - 1).to(torch.int64).numpy().astype(np.uint64)
-    row, column = _possible_winners(states, ids, (limits << _LOW_BITS) | _LOW_MASK, heavy.gather(1, first.indices))
-    times = exponentials(states[row], ids[column]) / weights.at(row, column)
-    return _first_of_least(row.numpy(), column.numpy(), times.numpy(), len(states))
+    row, column = _possible_winners(keys, mixed, (limits << _LOW_BITS) | _LOW_MASK, heavy.gather(1, first.indices))
+    times = _exponentials(keys[row, 0], mixed[column]) / weights.at(torch.from_numpy(row), torch.from_numpy(column))
+    return _first_of_least(row, column, times.numpy(), len(states))
+
+
+@lru_cache(maxsize=4)
+def _mixed_ids(num_ids: int) -> _Hashes:
+    """Return the part of the hash that an id has, of all ids; zeros fill the last block."""
+    mixed = np.zeros(-(-num_ids // BLOCK) * BLOCK, dtype=np.uint64)
+    mixed[:num_ids] = np.arange(1, num_ids + 1, dtype=np.uint64) * np.uint64(_ID)
+    return mixed
+
+
+def _exponentials(keys: _Hashes, mixed: _Hashes) -> torch.Tensor:
+    """Return the noise that `exponentials` returns, with fewer operations."""
+    x, shifted = np.empty((2, *np.broadcast_shapes(keys.shape, mixed.shape)), dtype=np.uint64)
+    _hash_top_bits(keys, mixed, x, shifted)
+    return _of_bits(torch.from_numpy(((x ^ (x >> np.uint64(31))) >> np.uint64(11)).view(np.int64)))
 
 
 def _possible_winners(
-    states: torch.Tensor, ids: torch.Tensor, limits: npt.NDArray[np.uint64], known: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    keys: _Hashes, mixed: _Hashes, limits: _Hashes, known: torch.Tensor
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return rows and columns, ascending, whose hash is within their block's limit; `known` is a column of each row.
 
     numpy has logical shifts and reuses its buffers; a part of all rows at a time stays in the processor's cache.
     """
-    padded = limits.shape[1] * BLOCK
-    mixed = np.zeros(padded, dtype=np.uint64)
-    mixed[: len(ids)] = (ids.numpy().astype(np.uint64) + np.uint64(1)) * np.uint64(_ID)
-    keys = states.numpy().view(np.uint64)[:, None]
-    first_of_row = np.arange(len(keys))[:, None] * padded
+    padded = len(mixed)
     width = max(BLOCK, _PART // len(keys) // BLOCK * BLOCK)
-    found = [(first_of_row + known.numpy()).ravel()]
+    found = [(np.arange(len(keys))[:, None] * padded + known.numpy()).ravel()]
     x, shifted = np.empty((2, len(keys), width), dtype=np.uint64)
     for start in range(0, padded, width):
         part = mixed[start : start + width]
@@ -191,18 +209,13 @@ def _possible_winners(
         hits = np.flatnonzero(here <= limits[:, block : block + here.shape[1], None])
         found.append(hits // len(part) * padded + hits % len(part) + start)
     row, column = np.divmod(np.sort(np.concatenate(found)), padded)
-    real = column < len(ids)
-    return torch.from_numpy(row[real]), torch.from_numpy(column[real])
+    real = mixed[column] != 0
+    return row[real], column[real]
 
 
-def _hash_top_bits(
-    keys: npt.NDArray[np.uint64],
-    ids: npt.NDArray[np.uint64],
-    x: npt.NDArray[np.uint64],
-    shifted: npt.NDArray[np.uint64],
-) -> None:
+def _hash_top_bits(keys: _Hashes, mixed: _Hashes, x: _Hashes, shifted: _Hashes) -> None:
     """Compute the hash into `x` without its last step, which leaves the upper 31 bits as they are."""
-    np.add(ids, keys, out=x)
+    np.add(mixed, keys, out=x)
     for bits, factor in ((30, _MIX_1), (27, _MIX_2)):
         np.right_shift(x, np.uint64(bits), out=shifted)
         np.bitwise_xor(x, shifted, out=x)
@@ -216,5 +229,4 @@ def _first_of_least(
     rows = np.arange(num_rows)
     least = np.minimum.reduceat(times, np.searchsorted(row, rows))
     reached = np.flatnonzero(~(times > least[row]))
-    winners = column[reached[np.searchsorted(row[reached], rows)]]
-    return torch.from_numpy(np.where(np.isfinite(least), winners, 0))
+    return torch.from_numpy(np.where(np.isfinite(least), column[reached[np.searchsorted(row[reached], rows)]], 0))

@@ -79,8 +79,7 @@ class Training:
         self._optimizer = torch.optim.AdamW(
             self._trained.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
         )
-        self.step = 0
-        self.tokens = 0
+        self.step = self.tokens = 0
         self.seconds = 0.0  # spent on steps, over all interruptions
 
     def run(self, progress: Callable[[Report], None] = lambda _: None, measurements: int = 10) -> dict[str, Any]:

@@ -27,8 +27,7 @@ class FairShares:
         self._times = times
         self._seats = seats
         self._stretch = stretch
-        self._credit_ms = 0.0
-        self._credited_at = 0.0
+        self._credit_ms = self._credited_at = 0.0
         self._heavy: frozenset[str] = frozenset()
         self._light_served_at = 0.0  # last step with sessions of tenants with few
 

@@ -96,8 +96,7 @@ def _gaps(client: Client, number: int, vocab_size: int, context_length: int) -> 
     for stream in streams:
         stream.thread.result()
     quiet = [gap for stream in streams for gap in stream.gaps(lambda a, b: a > warmed_up and b < sent)]
-    during = [gap for stream in streams for gap in stream.gaps(lambda a, b: b > sent and a < received)]
-    return quiet, during
+    return quiet, [gap for stream in streams for gap in stream.gaps(lambda a, b: b > sent and a < received)]
 
 
 def _wait_until(streams: list[_PlainStream], reached: Callable[[_PlainStream], bool]) -> None:

@@ -90,8 +90,7 @@ def link_cases(*, quick: bool) -> list[LinkCase]:
         return [LinkCase(0.0), LinkCase(15.0), LinkCase(80.0)]
     lengths = [LinkCase(rtt) for rtt in (0.0, 5.0, 15.0, 40.0, 80.0, 150.0)]
     jittered = [LinkCase(rtt, jitter_ms=rtt / 4) for rtt in (15.0, 80.0)]
-    narrow = [LinkCase(rtt, kib_per_s=32.0) for rtt in (15.0, 80.0)]
-    return [*lengths, *jittered, *narrow]
+    return [*lengths, *jittered, *[LinkCase(rtt, kib_per_s=32.0) for rtt in (15.0, 80.0)]]
 
 
 def few_links(links: Sequence[LinkCase]) -> list[LinkCase]:

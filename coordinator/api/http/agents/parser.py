@@ -225,9 +225,7 @@ class _CallScanner:
         self._at = 0  # scanned characters
         self._passed = -1  # where the arguments go on that were not passed on; negative: they have not begun
         self._complete = False  # all arguments were passed on
-        self.text = ""
-        self.named = ""
-        self.arguments = ""
+        self.text = self.named = self.arguments = ""
         self.done = False
 
     def feed(self, text: str) -> str:
