@@ -165,7 +165,7 @@ class Controller:
             own, spent_ms = (READ_WAIT, timings.wait_us / 1000) if reads else (len(verdict.tokens), ms)
             gain = own - spent_ms * self._expected_plain / 1000.0
             self._update_credit(min(0.0, gain) if reads else gain, guessed=verdict.proposed > 0)
-        if self.plan.gamma and not self._probe_steps_left and self._since_plan > SETTLING:
+        if self.plan.gamma and not self._probe_steps_left and self._since_plan > SETTLING and verdict.steps == 1:
             self._compare(len(verdict.tokens), ms)
 
     @property

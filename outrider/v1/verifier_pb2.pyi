@@ -295,6 +295,10 @@ global___Opened = Opened
 
 @typing.final
 class Verdict(google.protobuf.message.Message):
+    """An attached engine may answer for several steps without guesses, see VerifySteering.plain_steps: each has one token, and the
+    timings are those of the last one.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     POSITION_FIELD_NUMBER: builtins.int

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -410,19 +411,27 @@ def test_verdicts_wait_for_the_forward_pass_unless_guesses_are_awaited(monkeypat
     scheduler._client, scheduler._unsent = SimpleNamespace(send=sent.append), []  # type: ignore[assignment]
     scheduler._started_at = scheduler._ended_at = time.monotonic()
     scheduler._attached = {"r": attached(tokens := [1, 2, 3])}
+    running: Any = SimpleNamespace(request_id="r", num_computed_tokens=3, num_tokens=4)
     counts = {"num_scheduled_tokens": {"r": 1}, "total_num_scheduled_tokens": 1, "scheduled_spec_decode_tokens": {}}
     scheduled: Any = SimpleNamespace(**counts)
     output: Any = SimpleNamespace(sampled_token_ids=[[4]], req_id_to_index={"r": 0})
+    scheduler.running, scheduler._max_wait_s, scheduler._arrived = [running], 0.0, threading.Event()
     for plain_steps, at_once in ((8, 0), (1, 1)):
-        arrive(scheduler._attached["r"], verify.VerifyRequest(steer=verify.VerifySteering(plain_steps=plain_steps)))
         tokens.append(4)
         scheduler._report(scheduled, output)
-        assert len(sent) == at_once
+        steering = verify.VerifySteering(plain_steps=plain_steps)
+        scheduler._attached["r"].receive(verify.VerifyRequest(steer=steering), scheduler._arrived)
+        scheduler._await_guesses()
+        assert len(sent) == at_once, "what was steered during the step counts"
         scheduler.get_grammar_bitmask(scheduled)
         scheduler.get_grammar_bitmask(scheduled)
         assert len(sent) == 1, "once"
         ((request, _, verdict),) = sent.pop()
         assert (request.name, verdict.tokens) == ("r", (4,))
+    monkeypatch.setattr(SilentScheduler, "_free_request", lambda *_: None)
+    scheduler._report(scheduled, output)
+    scheduler._free_request(running)
+    assert [item and item.tokens for _, _, item in sent.pop()] == [(4,), None], "the end comes last"
 
 
 def test_workers_are_not_asked_for_guesses_of_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:

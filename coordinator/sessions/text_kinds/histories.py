@@ -40,10 +40,10 @@ class TextHistories:
         A long prompt is dear to read, so its answer shows first whether it copies. `pay` takes as long as a choice of
         plan, so it is asked when the kind of the text or the load has changed. `wait` is called as long as it waits.
         """
-        text, paid, pause = self._text, 0, POLL_ALONE_S
-        judged: tuple[str, int] | None = None
+        text, paid, pause, judged = self._text, 0, POLL_ALONE_S, ("", -1)
         while session.shared or text.may_copy or self._settle(text.kind, REFILL * (len(tokens) - paid)) < 0.0:
-            pause, paid = (POLL_ALONE_S if len(tokens) > paid else min(POLL_S, 2 * pause)), len(tokens)
+            pause = POLL_ALONE_S if len(tokens) > paid or text.may_copy else min(POLL_S, 2 * pause)
+            paid = len(tokens)
             if paid >= text.due:
                 text.read(tokens)
             before, judged = judged, (text.kind, int(session.other_sessions.value).bit_length())

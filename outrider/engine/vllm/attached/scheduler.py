@@ -51,7 +51,7 @@ class AttachedScheduler(SilentScheduler):
         self._attached: dict[str, AttachedRequest] = {}
         self._arrived = threading.Event()
         self._client = AttachmentClient(options, model, self.num_spec_tokens, self._arrived)
-        self._unsent: list[tuple[AttachedRequest, int, Verdict | verify.VerifyReply]] = []
+        self._unsent: list[tuple[AttachedRequest, int, Verdict | verify.VerifyReply | None]] = []
         self._ended_at = self._started_at = time.monotonic()  # of the last step, and of this one
 
     def add_request(self, request: Request) -> None:
@@ -86,17 +86,20 @@ class AttachedScheduler(SilentScheduler):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if (attached := self._attached.pop(request.request_id, None)) is not None:
-            self._client.send([(attached, attached.stream, None)])
+            self._unsent.append((attached, attached.stream, None))
+            self._send()
         return super()._free_request(request, *args, **kwargs)
 
     def _await_guesses(self) -> None:
-        """Wait until the guesses that γ control waits for are there, or for the maximum."""
+        """Send the verdicts that guesses follow, and wait until those that γ control waits for are there."""
         deadline = self._ended_at + self._max_wait_s
         attached = [(each, decodes(r)) for r in self.running if (each := self._attached.get(r.request_id)) is not None]
         while True:
             self._arrived.clear()
             for each, _ in attached:
                 each.read()
+            if any(each.speculates for each, _ in attached):
+                self._send()
             now = time.monotonic()
             until = min(deadline, max((each.ready_at(now) for each, awaited in attached if awaited), default=now))
             if until <= now:
@@ -104,7 +107,7 @@ class AttachedScheduler(SilentScheduler):
             self._arrived.wait(until - now)
 
     def _report(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Send the verdicts of a step, later if no guess is awaited. Requests that it ended are no longer attached."""
+        """Keep the verdicts of a step to be sent. Requests that it ended are no longer attached."""
         drawn = output.sampled_token_ids
         step_tokens = sum(map(len, drawn))
         now = time.monotonic()
@@ -125,8 +128,6 @@ class AttachedScheduler(SilentScheduler):
             self._unsent.append((attached, attached.stream, attached.verdict(tokens, num_guesses, timings)))
             self._unsent += [(attached, attached.stream, refused) for refused in attached.refusals]
             attached.refusals.clear()
-        if any(attached.speculates for attached in self._attached.values()):
-            self._send()
 
     def _send(self) -> None:
         if self._unsent:
