@@ -184,11 +184,7 @@ class PairEstimate:
             self._accepted[i].add(i < accepted - from_branches)
 
     def observe_late_guess(self, *, hit: bool) -> None:
-        """Record a guess for a token that was committed before it arrived.
-
-        No verdict reports late guesses that failed. Without them, only hits
-        would be counted where the verifier does not wait.
-        """
+        """Record a guess for a token that was committed before it arrived: no verdict reports those that failed."""
         self._accepted[0].add(hit)
 
     def observe_tree(self, verdict: Verdict, *, ahead: bool) -> None:

@@ -30,11 +30,11 @@ from outrider.protocol.speculation import MAX_GAMMA, Verdict, VerifySteering
 
 RARE_SHORTFALL_RATE = 0.05  # above it a fixed γ is checked after each verdict
 MAX_SHORTFALL_RATE = 0.9  # above it even a fixed γ is not waited for,
-RETRY_AFTER = 16  # except for one step after this many verdicts, doubled each time
+RETRY_AFTER = 16  # except for one step after this many others, doubled each time
 RETRY_AFTER_MAX = 512
 HYSTERESIS = 1.04  # factor by which another plan must be better to replace the present one
-DECIDE_EVERY = 4  # verdicts between two choices, which take about a millisecond each
-DECIDE_EVERY_SETTLED = 16  # the same after a plan has held for SETTLED_AFTER verdicts
+DECIDE_EVERY = 4  # steps between two choices, which take about a millisecond each
+DECIDE_EVERY_SETTLED = 16  # the same after a plan has held for SETTLED_AFTER steps
 DECIDE_EVERY_RESTING = 64  # beside other sessions, whose steps wait for the choices of all
 SETTLED_AFTER = 48
 RESTS_AFTER = 12  # plain steps on shared cores

@@ -240,18 +240,22 @@ class Drafting:
         self._steer()
 
     def _relay(self, verifier: GuessReceiver, drafter: DrafterStream, guess: common.Guess) -> None:
-        """Send a guess to the verifier. An empty one says that the drafter has nothing to propose."""
+        """Send a guess to the verifier, unless it came too late and was wrong. An empty one says that there is none."""
         self._stats.record_guess(guess)
         if not guess.tokens:
             drafter.passed = guess
             self._forward_pass()
             return
-        index = guess.position - len(self._record.request.prompt)
-        if guess.parent == 0 and 0 <= index < len(self._record.tokens):  # its position was committed before it arrived
-            hit = self._record.tokens[index] == guess.tokens[0]
-            drafter.pair.observe_late_guess(hit=hit)
-            self._estimator.pair.observe_late_guess(hit=hit)
-        verifier.guess(guess)
+        late = self._record.position - guess.position
+        of_use = guess.parent <= drafter.relayed  # what hangs from a guess that was dropped is not
+        if guess.parent == 0 and late > 0:  # its position was committed before it arrived
+            token = self._record.tokens[-late] if late <= len(self._record.tokens) else None
+            for pair in (drafter.pair, self._estimator.pair):
+                pair.observe_late_guess(hit=guess.tokens[0] == token)
+            of_use = any(each == token and not up for each, up in zip(guess.tokens, guess.parents or [0], strict=False))
+        if of_use:
+            drafter.relayed = max(drafter.relayed, guess.first_id + len(guess.tokens) - 1)
+            verifier.guess(guess)
 
     def _leave(self, drafter: DrafterStream) -> None:
         """Detach a drafter and store its pair history."""

@@ -191,10 +191,6 @@ class GuessTree:
         """Return the nodes of a block from this tree; there must have been no commit since."""
         return block.shape.accumulate(block.tokens, lambda node, token: node.children[token], self._root)
 
-    def has_depth(self, depth: int) -> bool:
-        """Return whether the tree holds a chain of this length."""
-        return self.depth >= depth
-
     @property
     def depth(self) -> int:
         """Return the length of the longest chain."""

@@ -97,7 +97,7 @@ class SimulatedSession:
         timeout_ms = self.controller.wait_timeout_ms
         gamma = self.controller.plan.for_verifier(timeout_ms).gamma or 0
         passed = self.tree.passed_at >= len(self.committed)
-        waiting = self.committed and timeout_ms and not passed and not self.tree.has_depth(gamma)
+        waiting = self.committed and timeout_ms and not passed and self.tree.depth < gamma
         return not waiting or self.now >= self._idle_since + timeout_ms - 1e-6
 
     def block(self, compared: int) -> Guess:

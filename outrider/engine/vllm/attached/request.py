@@ -89,7 +89,7 @@ class AttachedRequest:
         wanted = min(self._gamma, self._remaining - 1)
         passed = self._tree.passed_at >= len(self._tokens)
         silent = now > self._heard_at + _SILENCE_S
-        if not self.stream or silent or self._verdict_at == 0.0 or passed or self._tree.has_depth(wanted):
+        if not self.stream or silent or self._verdict_at == 0.0 or passed or self._tree.depth >= wanted:
             return now
         return self._verdict_at + self._wait_s
 

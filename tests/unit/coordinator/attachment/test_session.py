@@ -86,7 +86,7 @@ async def test_an_engine_whose_drafters_rest_sends_several_steps_in_one_verdict(
     assert engine._record.kinds == [TokenKind.PLAIN] * 9
     (tally,) = engine._drafting.control.tallies.values()
     assert tally.tokens == 9
-    assert tally.ms == pytest.approx(9 * 0.01), "each step took as long as the mean"
+    assert tally.ms == pytest.approx(9 * 0.01), "each step took as long as the last one"
     assert tally.steps == engine._stats.values().plans[0].steps == 9
     steering = engine.outbox.get_nowait()
     assert steering is not None

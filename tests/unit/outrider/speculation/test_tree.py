@@ -277,12 +277,12 @@ def test_a_block_that_is_a_chain_follows_the_likeliest_child() -> None:
     assert tree.block(1, 10, chain=True).tokens == (5,)
 
 
-def test_reaching_a_depth() -> None:
+def test_depth_is_that_of_the_longest_chain() -> None:
     tree = tree_over([1])
-    assert [tree.has_depth(depth) for depth in range(3)] == [True, False, False]
+    assert tree.depth == 0
     tree.add(chain(1, 1, 7))
     tree.add(chain(1, 2, 5, 6))
-    assert [tree.has_depth(depth) for depth in range(4)] == [True, True, True, False]
+    assert tree.depth == 2
 
 
 def test_drafters_are_tallied_each_on_its_own() -> None:

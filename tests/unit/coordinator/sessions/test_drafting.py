@@ -1,0 +1,128 @@
+"""Which guesses are sent on to the verifier."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from coordinator.control.estimator import PairEstimate
+from coordinator.control.throughput_model import PLAIN, Mode
+from coordinator.persistence.session_record import SessionRecord, SessionRequest
+from coordinator.sessions.drafter_stream import DrafterStream
+from coordinator.sessions.drafting import Drafting, DraftingContext
+from coordinator.sessions.stats import RequestStats
+from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.worker_connection import WorkerConnection
+from outrider.observability.metrics import CoordinatorMetrics
+from outrider.observability.tracing import Span
+from outrider.protocol import convert
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import VerifySteering
+from outrider.speculation.tree import GuessTree
+from outrider.v1 import common_pb2 as common
+
+PROMPT = (1, 2)
+MODEL = ModelInfo("m", "f", vocab_size=100)
+
+
+class Session:
+    """A session's drafting, and the trees that its guesses make with and without what is dropped."""
+
+    def __init__(self, committed: Sequence[int] = ()) -> None:
+        params = SamplingParams(temperature=0.0, seed=1, max_tokens=500)
+        self.record = SessionRecord("s", SessionRequest(PROMPT, params), tokens=list(committed))
+        self.whole = [*PROMPT, *committed]
+        self.relayed: list[common.Guess] = []
+        self.trees = [GuessTree(self.whole, single=False, max_nodes=200, max_ahead=50) for _ in range(2)]
+        context: Any = DraftingContext(worker_pool=None, pairs=None, gamma_max=4, drafters=1)  # type: ignore[arg-type]
+        stats = RequestStats(CoordinatorMetrics(Mode).of("target"))
+        self._drafting = Drafting(self.record, MODEL, context, stats)
+        worker = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", MODEL)
+        self.connection = WorkerConnection(worker, lambda: FleetKeys().access(Role.DRAFTER))
+        self.pair = PairEstimate(4)
+        self._drafter = DrafterStream(self.connection, self.record, MODEL, Span(), 1, self.pair, PLAIN)
+        stats.record_drafter(1, "model")
+
+    def guess(self, guess: common.Guess) -> None:
+        """Take what is relayed, as the verifier does."""
+        self.relayed.append(guess)
+        self.trees[0].add(convert.guess_from_proto(guess))
+
+    def steer(self, steering: VerifySteering) -> None:
+        """Take no notice: these guesses change no plan."""
+
+    def send(self, position: int, first_id: int, tokens: Sequence[int], parent: int = 0, parents: Any = ()) -> bool:
+        """Return whether a drafter's guess is sent on."""
+        guess = common.Guess(
+            position=position, first_id=first_id, tokens=tokens, parent=parent, parents=parents, source=1
+        )
+        self.trees[1].add(convert.guess_from_proto(guess))
+        before = len(self.relayed)
+        self._drafting._relay(self, self._drafter, guess)
+        return len(self.relayed) > before
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        self.record.tokens += tokens
+        self.whole += tokens
+        for tree in self.trees:
+            tree.commit(tokens)
+
+    def paths(self, tree: GuessTree) -> set[tuple[int, ...]]:
+        block = tree.block(200, 50)
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(block.tokens, block.shape.parents, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        return set(paths)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sent_on"),
+    [
+        ({"position": 5, "tokens": [9, 9]}, True),
+        ({"position": 3, "tokens": [20, 30, 9]}, True),
+        ({"position": 3, "tokens": [9, 30, 9]}, False),
+        ({"position": 3, "tokens": [9, 20], "parents": [0, 0]}, True),
+        ({"position": 3, "tokens": [9, 20], "parents": [0, 1]}, False),
+        ({"position": 1, "tokens": [2, 10, 20, 30, 9]}, False),
+    ],
+    ids=["in time", "late and right", "late and wrong", "one of two right", "right at another place", "of the prompt"],
+)
+async def test_late_guesses_are_sent_on_if_they_can_still_be_of_use(fields: dict[str, Any], *, sent_on: bool) -> None:
+    session = Session([10, 20, 30])
+    assert session.send(first_id=1, **fields) is sent_on
+    await session.connection.close()
+
+
+async def test_what_hangs_from_a_guess_that_was_dropped_is_dropped_too() -> None:
+    session = Session([10, 20, 30])
+    assert not session.send(3, 1, [9])
+    assert not session.send(4, 2, [30], parent=1)
+    assert session.send(5, 3, [7])
+    assert session.send(6, 4, [8], parent=3)
+    await session.connection.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_the_verifiers_tree_is_the_same_without_them(seed: int) -> None:
+    """Two tokens, so that chance makes many guesses right. Commits come between messages."""
+    chance, session = random.Random(seed), Session()
+    positions: dict[int, int] = {}  # of a token guessed earlier, by node id
+    for _ in range(200):
+        parent = chance.choice([0, 0, 0, *list(positions)[-3:]])
+        position = positions[parent] + 1 if parent else max(2, len(session.whole) - chance.randrange(6))
+        tokens = chance.choices([50, 60], k=chance.randint(1, 4))
+        parents = [chance.randint(0, i) for i in range(len(tokens))] if chance.random() < 0.5 else []
+        first_id = max(positions, default=0) + 1
+        session.send(position, first_id, tokens, parent, parents)
+        for i in range(len(tokens)):
+            above = parents[i] if parents else i
+            positions[first_id + i] = positions[first_id + above - 1] + 1 if above else position
+        assert session.paths(session.trees[0]) == session.paths(session.trees[1])
+        if chance.random() < 0.3:
+            session.commit(chance.choices([50, 60], k=chance.randint(1, 3)))
+    assert 50 < len(session.relayed) < 180, "some were dropped"
+    await session.connection.close()
