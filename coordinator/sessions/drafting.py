@@ -247,13 +247,13 @@ class Drafting:
             self._forward_pass()
             return
         late = self._record.position - guess.position
-        of_use = guess.parent <= drafter.relayed  # what hangs from a guess that was dropped is not
+        useful = guess.parent <= drafter.relayed  # what follows a guess that was dropped is not
         if guess.parent == 0 and late > 0:  # its position was committed before it arrived
             token = self._record.tokens[-late] if late <= len(self._record.tokens) else None
             for pair in (drafter.pair, self._estimator.pair):
                 pair.observe_late_guess(hit=guess.tokens[0] == token)
-            of_use = any(each == token and not up for each, up in zip(guess.tokens, guess.parents or [0], strict=False))
-        if of_use:
+            useful = any(each == token and not up for each, up in zip(guess.tokens, guess.parents or [0], strict=False))
+        if useful:
             drafter.relayed = max(drafter.relayed, guess.first_id + len(guess.tokens) - 1)
             verifier.guess(guess)
 

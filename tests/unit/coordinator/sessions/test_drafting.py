@@ -91,7 +91,7 @@ class Session:
     ],
     ids=["in time", "late and right", "late and wrong", "one of two right", "right at another place", "of the prompt"],
 )
-async def test_late_guesses_are_sent_on_if_they_can_still_be_of_use(fields: dict[str, Any], *, sent_on: bool) -> None:
+async def test_late_guesses_are_sent_on_if_they_are_right(fields: dict[str, Any], *, sent_on: bool) -> None:
     session = Session([10, 20, 30])
     assert session.send(first_id=1, **fields) is sent_on
     await session.connection.close()
