@@ -1,4 +1,4 @@
-"""Which guesses are sent on to the verifier."""
+"""Which guesses are sent on to the verifier, and what a drafter that leaves is charged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.control.estimator import PairEstimate
+from coordinator.control.estimator import READING, PairEstimate
 from coordinator.control.throughput_model import PLAIN, Mode
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.sessions.drafter_stream import DrafterStream
@@ -32,19 +32,19 @@ MODEL = ModelInfo("m", "f", vocab_size=100)
 class Session:
     """A session's drafting, and the trees that its guesses make with and without what is dropped."""
 
-    def __init__(self, committed: Sequence[int] = ()) -> None:
-        params = SamplingParams(temperature=0.0, seed=1, max_tokens=500)
+    def __init__(self, committed: Sequence[int] = (), temperature: float = 0.0) -> None:
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=500)
         self.record = SessionRecord("s", SessionRequest(PROMPT, params), tokens=list(committed))
         self.whole = [*PROMPT, *committed]
         self.relayed: list[common.Guess] = []
         self.trees = [GuessTree(self.whole, single=False, max_nodes=200, max_ahead=50) for _ in range(2)]
         context: Any = DraftingContext(worker_pool=None, pairs=None, gamma_max=4, drafters=1)  # type: ignore[arg-type]
         stats = RequestStats(CoordinatorMetrics(Mode).of("target"))
-        self._drafting = Drafting(self.record, MODEL, context, stats)
+        self.drafting = Drafting(self.record, MODEL, context, stats)
         worker = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", MODEL)
         self.connection = WorkerConnection(worker, lambda: FleetKeys().access(Role.DRAFTER))
         self.pair = PairEstimate(4)
-        self._drafter = DrafterStream(self.connection, self.record, MODEL, Span(), 1, self.pair, PLAIN)
+        self.drafter = DrafterStream(self.connection, self.record, MODEL, Span(), 1, self.pair, PLAIN)
         stats.record_drafter(1, "model")
 
     def guess(self, guess: common.Guess) -> None:
@@ -62,7 +62,7 @@ class Session:
         )
         self.trees[1].add(convert.guess_from_proto(guess))
         before = len(self.relayed)
-        self._drafting._relay(self, self._drafter, guess)
+        self.drafting._relay(self, self.drafter, guess)
         return len(self.relayed) > before
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -125,4 +125,43 @@ async def test_the_verifiers_tree_is_the_same_without_them(seed: int) -> None:
         if chance.random() < 0.3:
             session.commit(chance.choices([50, 60], k=chance.randint(1, 3)))
     assert 50 < len(session.relayed) < 180, "some were dropped"
+    await session.connection.close()
+
+
+class Remembering:
+    """What a drafter that leaves is remembered by."""
+
+    def __init__(self) -> None:
+        self.reading: float | None = -1.0
+
+    def remember(self, own: PairEstimate, session: PairEstimate, *, alone: bool, reading: float | None) -> None:
+        self.reading = reading
+        assert alone
+
+
+@pytest.mark.parametrize(
+    ("shares_cores", "direct", "beside_others", "temperature", "reading"),
+    [
+        (False, False, False, 0.0, None),
+        (True, False, False, 0.0, READING),
+        (True, True, False, 0.0, 0.0),
+        (True, True, False, 1.0, READING),
+        (True, True, True, 0.0, None),
+    ],
+    ids=["on other cores", "apart", "in the verifier's process", "the same, at temperature 1", "beside other sessions"],
+)
+async def test_a_drafter_that_leaves_owes_its_reading_where_it_took_the_verifiers_cores(
+    *, shares_cores: bool, direct: bool, beside_others: bool, temperature: float, reading: float | None
+) -> None:
+    session = Session(temperature=temperature)
+    drafting, histories = session.drafting, Remembering()
+    session.drafter.direct, session.drafter.shares_cores = direct, shares_cores
+    drafting._estimator.shared = beside_others
+    drafting._attached[1], drafting._histories[1] = session.drafter, histories  # type: ignore[assignment]
+    drafting._sources = 1
+    drafting._selection.add(1, 0.0, 1.0)
+    drafting._leave(session.drafter)
+    assert histories.reading == reading
+    assert not drafting._attached
+    assert not drafting._histories
     await session.connection.close()
