@@ -397,9 +397,9 @@ async def test_steps_without_guesses_go_in_one_verdict_as_the_coordinator_allows
 def test_a_request_speculates_while_the_coordinator_takes_single_verdicts() -> None:
     request = attached([1, 2, 3])
     assert not request.speculates
-    for plain_steps, speculates in ((8, False), (1, True), (8, False), (0, True), (8, False)):  # 0: an older coordinator
+    for plain_steps, speculates in ((8, False), (1, True), (8, False), (0, True), (8, False)):
         arrive(request, verify.VerifyRequest(steer=verify.VerifySteering(plain_steps=plain_steps)))
-        assert request.speculates is speculates
+        assert request.speculates is speculates, "an older coordinator says 0"
     arrive(request, verify.VerifyRequest(steer=verify.VerifySteering(plain_steps=1)), 2)
     assert not request.speculates, "a new stream"
 
