@@ -128,7 +128,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.shares_cores = direct  # with the session's verifier; set when it has opened the session
         self.joined = self.wants_hidden_states = False
         self.spec = connection.info.state_spec or FINAL_STATES  # of the hidden states that it reads
-        self.relayed = 0  # the highest node id that the verifier was sent
+        self.received = self.relayed = 0  # the highest node ids: of all guesses, and of those sent to the verifier
         self.passed: common.Guess | None = None  # the newest empty guess: nothing to propose at its position
         self.limits = DraftLimits(time.monotonic())
         self.earlier = earlier

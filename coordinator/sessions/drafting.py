@@ -240,14 +240,16 @@ class Drafting:
         self._steer()
 
     def _relay(self, verifier: GuessReceiver, drafter: DrafterStream, guess: common.Guess) -> None:
-        """Send a guess to the verifier, unless it came too late and was wrong. An empty one says that there is none."""
+        """Send a guess on, unless its first token came too late and was wrong, or it follows such a guess."""
         self._stats.record_guess(guess)
-        if not guess.tokens:
+        late = self._record.position - guess.position
+        useful = guess.parent <= drafter.relayed or guess.parent > drafter.received  # unknown parents are refused there
+        drafter.received = max(drafter.received, guess.first_id + len(guess.tokens) - 1)
+        if not guess.tokens and useful:
             drafter.passed = guess
             self._forward_pass()
+        if not guess.tokens:
             return
-        late = self._record.position - guess.position
-        useful = guess.parent <= drafter.relayed  # what follows a guess that was dropped is not
         if guess.parent == 0 and late > 0:  # its position was committed before it arrived
             token = self._record.tokens[-late] if late <= len(self._record.tokens) else None
             for pair in (drafter.pair, self._estimator.pair):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.control.estimator import READING, PairEstimate
-from coordinator.control.throughput_model import PLAIN, Mode
+from coordinator.control.throughput_model import PLAIN, Mode, SpeculationPlan
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.sessions.drafter_stream import DrafterStream
 from coordinator.sessions.drafting import Drafting, DraftingContext
@@ -19,6 +19,7 @@ from coordinator.workers.worker_connection import WorkerConnection
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import Span
 from outrider.protocol import convert
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import VerifySteering
@@ -60,9 +61,9 @@ class Session:
         guess = common.Guess(
             position=position, first_id=first_id, tokens=tokens, parent=parent, parents=parents, source=1
         )
-        self.trees[1].add(convert.guess_from_proto(guess))
         before = len(self.relayed)
         self.drafting._relay(self, self.drafter, guess)
+        self.trees[1].add(convert.guess_from_proto(guess))
         return len(self.relayed) > before
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -103,6 +104,26 @@ async def test_what_hangs_from_a_guess_that_was_dropped_is_dropped_too() -> None
     assert not session.send(4, 2, [30], parent=1)
     assert session.send(5, 3, [7])
     assert session.send(6, 4, [8], parent=3)
+    await session.connection.close()
+
+
+async def test_nothing_more_after_a_guess_that_was_dropped_is_dropped_too() -> None:
+    session = Session([10, 20, 30])
+    session.drafting._verifier = session
+    session.drafting._attached[1] = session.drafter
+    session.drafter.joined, session.drafter.plan = True, SpeculationPlan(4)
+    assert not session.send(3, 1, [9, 9])
+    assert not session.send(5, 0, [], parent=2)
+    assert session.send(5, 0, [])
+    await session.connection.close()
+
+
+async def test_a_parent_that_was_never_guessed_is_left_to_the_verifier_to_refuse() -> None:
+    session = Session([10, 20, 30])
+    assert not session.send(3, 1, [9])
+    with pytest.raises(InvalidRequest, match=r"guess\.parent"):
+        session.send(4, 9, [7], parent=8)
+    assert [guess.first_id for guess in session.relayed] == [9]
     await session.connection.close()
 
 
