@@ -227,6 +227,9 @@ def vllm_serve(model: Path, log: Path, *flags: str) -> Iterator[Served]:
             yield Served(f"127.0.0.1:{port}", log, process)
         finally:
             process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            process.kill()  # a server that still starts takes no notice of being terminated
 
 
 def plugin(coordinator: Process, folder: Path, **more: Any) -> tuple[str, str]:
