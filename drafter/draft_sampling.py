@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from drafter.interface import DraftRequest
-from drafter.tree_builder import Choice
+from drafter.tree_builder import Choice, TreeBuilder
 from outrider.protocol.sampling_params import Verification
 from outrider.protocol.speculation import Distribution
 from outrider.speculation import noise, sampling
@@ -55,6 +55,15 @@ def token_choices(
         for row, row_choices in zip(live, chosen, strict=True):
             choices[row] = row_choices
     return choices
+
+
+def add_choices(
+    request: DraftRequest, builder: TreeBuilder, nodes: Sequence[int], logits: torch.Tensor, ids: Ids
+) -> None:
+    """State the likeliest next tokens after nodes of a tree."""
+    choices = token_choices(request, logits, [builder.path(node) for node in nodes], ids)
+    for node, node_choices in zip(nodes, choices, strict=True):
+        builder.add_choices(node, node_choices)
 
 
 def next_token(

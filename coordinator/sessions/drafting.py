@@ -245,10 +245,10 @@ class Drafting:
         late = self._record.position - guess.position
         useful = guess.parent <= drafter.relayed or guess.parent > drafter.received  # unknown parents are refused there
         drafter.received = max(drafter.received, guess.first_id + len(guess.tokens) - 1)
-        if not guess.tokens and useful:
-            drafter.passed = guess
-            self._forward_pass()
         if not guess.tokens:
+            if useful:
+                drafter.passed = guess
+                self._forward_pass()
             return
         if guess.parent == 0 and late > 0:  # its position was committed before it arrived
             token = self._record.tokens[-late] if late <= len(self._record.tokens) else None

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from drafter.artifacts import read_trained
-from drafter.draft_sampling import draws_plainly, next_token, token_choices
+from drafter.draft_sampling import add_choices, draws_plainly, next_token
 from drafter.hidden_states.received import WHOLE_PROMPT, ReceivedStates
 from drafter.interface import DraftRequest
 from drafter.lockstep import run_in_lockstep
@@ -54,9 +54,6 @@ class _EagleSession(ReceivedStates):
     outputs: list[_LayerOutput] = field(default_factory=list)  # at the last of `num_cached`, then along `path`
     tree_outputs: dict[tuple[int, ...], _LayerOutput] = field(default_factory=dict)  # by path from `tree_root`
     tree_root: tuple[int, int] = (0, 0)  # committed tokens, cached positions with the target's states
-
-    def add_outputs(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        self.outputs += [_LayerOutput(hidden[i : i + 1], logits[i : i + 1]) for i in range(len(hidden))]
 
 
 # Yields the tokens to compute, receives the layer's output, returns the draft.
@@ -117,11 +114,9 @@ class EagleDrafter:
             if not state.add(hidden_states):
                 self._engine.free(request.session)
         draft = self._draft_tree if request.branches > 1 else self._draft_chain
-        if isinstance(self._engine, NativeEngine):
-            plainly = alone and request.branches == 1 and draws_plainly(request)
-            self._engine.guesses = plainly and request.params.greedy
-            if plainly and self._chains is not None:
-                return (yield from self._draft_at_once(request, state, self._chains))
+        chains = self._chains if alone and request.branches == 1 and draws_plainly(request) else None
+        if chains and (drafted := self._draft_at_once(request, state, chains)) is not None:
+            return drafted
         yield from self._compute_new_states(request, state)
         if not state.outputs:
             return request.chain(done=True)  # no hidden states of the target yet
@@ -156,43 +151,27 @@ class EagleDrafter:
             state.path.append(token)
             state.outputs.append(output)
 
-    def _draft_after_commit(self, request: DraftRequest, state: _EagleSession, chains: KernelChains) -> Guess | None:
-        """Draft a chain after the target's new states in one call of the kernels, where nothing else is new."""
-        if not state.new_states:
+    def _draft_at_once(self, request: DraftRequest, state: _EagleSession, chains: KernelChains) -> Guess | None:
+        """Draft a chain in one call of the kernels, after new states or after one more token; None: there is more."""
+        tokens, after_states = request.tokens[state.path_start :], bool(state.new_states)
+        if after_states:
+            states = state.next_states()
+            if len(tokens) != len(states):  # there are further ones, or more than one pass takes
+                return None
+            state.path, state.outputs = [], []
+            self._engine.truncate(request.session, state.num_cached)
+        elif state.outputs and list(tokens[:-1]) == state.path and tokens:
+            tokens, states = tokens[-1:], state.outputs[-1].state
+        else:
             return None
-        tokens, states = request.tokens[state.path_start :], state.next_states()
-        if len(tokens) != len(states):  # there are further ones, or more than one pass takes
-            return None
-        state.path, state.outputs = [], []
-        self._engine.truncate(request.session, state.num_cached)
         try:
             drafted, hidden, logits = chains.extend(request, states, tokens, request.max_new_tokens)
         except Overloaded:
             return None
-        state.cached(len(tokens))
-        state.add_outputs(hidden, logits)
-        state.path += drafted[:-1]
-        return request.chain(drafted)
-
-    def _draft_at_once(self, request: DraftRequest, state: _EagleSession, chains: KernelChains) -> DraftSteps:
-        """Draft a chain in one call of the kernels."""
-        if (drafted_at_once := self._draft_after_commit(request, state, chains)) is not None:
-            return drafted_at_once
-        yield from self._compute_new_states(request, state)
-        if not state.outputs:
-            return request.chain(done=True)  # no hidden states of the target yet
-        yield from self._compute_path(request, state, request.tokens[state.path_start :])
-        choice = next_token(request, state.outputs[-1].logits, request.tokens, self._candidates, self._eagle.ids)
-        assert choice is not None, "no grammar forbids it"
-        drafted = [choice[0]]
-        if (left := request.max_new_tokens - 1) > 0:
-            try:
-                more, hidden, logits = chains.extend(request, state.outputs[-1].state, drafted, left)
-            except Overloaded:
-                return (yield from self._draft_chain(request, state))
-            state.add_outputs(hidden, logits)
-            drafted += more
-        state.path += drafted[:-1]
+        if after_states:
+            state.cached(len(tokens))
+        state.path += [*([] if after_states else tokens), *drafted[:-1]]
+        state.outputs += [_LayerOutput(hidden[i : i + 1], logits[i : i + 1]) for i in range(len(hidden))]
         return request.chain(drafted)
 
     def _draft_chain(self, request: DraftRequest, state: _EagleSession) -> DraftSteps:
@@ -219,7 +198,8 @@ class EagleDrafter:
         builder = TreeBuilder(request)
         outputs = {ROOT: state.outputs[-1]} | self._known_outputs(request, state, builder)
         computed = [node for node in outputs if node != ROOT]
-        self._add_choices(request, builder, list(outputs), outputs)
+        logits = torch.cat([output.logits for output in outputs.values()])
+        add_choices(request, builder, list(outputs), logits, self._eagle.ids)
         for _ in range(request.max_new_tokens):
             new = [n for n in builder.expandable_nodes() if n not in outputs and builder.parents[n] in outputs]
             if new:
@@ -229,7 +209,7 @@ class EagleDrafter:
                 for i, node in enumerate(new):
                     outputs[node] = _LayerOutput(output.state[i : i + 1], output.logits[i : i + 1])
                     state.tree_outputs[builder.path(node)] = outputs[node]
-                self._add_choices(request, builder, new, outputs)
+                add_choices(request, builder, new, output.logits, self._eagle.ids)
             added = [builder.add() for _ in range(builder.level_budget)]
             if added[0] is None:
                 return builder.guess(done=True)
@@ -242,14 +222,6 @@ class EagleDrafter:
             state.tree_outputs, state.tree_root = {}, root
         paths = {node: builder.path(node) for node in range(len(builder.tokens))}
         return {node: state.tree_outputs[path] for node, path in paths.items() if path in state.tree_outputs}
-
-    def _add_choices(
-        self, request: DraftRequest, builder: TreeBuilder, nodes: Sequence[int], outputs: _Outputs
-    ) -> None:
-        logits = torch.cat([outputs[node].logits for node in nodes])
-        all_choices = token_choices(request, logits, [builder.path(node) for node in nodes], self._eagle.ids)
-        for node, choices in zip(nodes, all_choices, strict=True):
-            builder.add_choices(node, choices)
 
     def _chain_input(self, session: str, states: torch.Tensor, tokens: Sequence[int]) -> SessionTokens:
         """Return the layer's input for consecutive tokens, with an output for the last one."""
@@ -284,13 +256,12 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> EagleDra
 
 
 def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str], None]) -> Engine:
-    """Return a warmed-up engine for the layer alone; its weights are stored in bfloat16."""
+    """Return a warmed-up engine for the layer alone; its weights are in bfloat16, on a CPU in eight or four bits."""
     options = replace(EngineOptions.of(settings), prefix_tokens=0)  # its cache depends on states as well as tokens
     device = options.selected_device
     if settings.dtype == "auto" and device.type == "cpu" and options.engine != "transformers":
         with suppress(NoCompiler):
-            library()
-            options = replace(options, quantization="int8")  # half the bytes of a guess
+            options = replace(options, quantization="int8" if library().outrider_tiles() else "int4")  # fewer bytes
     dtype = torch.bfloat16 if settings.dtype == "auto" else pick_dtype(settings.dtype, device)
     body = eagle.body.eval()
     for weight in body.parameters():  # not the buffers: rotation frequencies stay in float32

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from drafter.artifacts import read_trained
-from drafter.draft_sampling import Ids, next_token, token_choices
+from drafter.draft_sampling import Ids, add_choices, next_token
 from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
 from drafter.tree_builder import TreeBuilder
@@ -85,11 +85,8 @@ def _draft_tree(request: DraftRequest, rows: Rows, num_places: int, ids: Ids, by
     new: list[int] = builder.expandable_nodes()
     while new:
         new = [node for node in new if builder.depth(node) < num_places]
-        paths = [builder.path(node) for node in new]
-        logits = rows(paths) if new else torch.empty(0)
-        found = token_choices(request, logits, paths, ids) if new else []
-        for node, choices in zip(new, found, strict=True):
-            builder.add_choices(node, choices)
+        if new:
+            add_choices(request, builder, new, rows([builder.path(node) for node in new]), ids)
         added = [builder.add() for _ in range(builder.level_budget if by_level else 1)]
         new = [node for node in added if node is not None]
     return builder.guess(done=builder.remaining > 0)

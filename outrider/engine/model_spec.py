@@ -261,6 +261,11 @@ _FAMILIES: dict[str, Callable[[Any], ModelSpec]] = {
 }
 
 
+def head_format(weights: str) -> str:
+    """Return the format of the head's weights where all others have this one: four bits are too few."""
+    return "int8" if weights == "int4" else weights
+
+
 def _linear(module: Any) -> Linear:
     weight = module.weight.detach()
     bias = getattr(module, "bias", None)

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.pytorch_utils import Conv1D
 
+from outrider.engine.model_spec import head_format
 from outrider.models.gguf import replace_while_running
 
 _PROBE_TOKENS = 3
@@ -69,7 +70,8 @@ def weights_in_format(model: PreTrainedModel, weights: str) -> Iterator[None]:
         if isinstance(module, nn.Embedding):
             handles.append(module.register_forward_hook(lambda _, __, output: output.float()))
         elif next(module.parameters(recurse=False), None) is not None:
-            handles += replace_while_running(module, partial(_converted, module, weights))
+            own = head_format(weights) if module is model.get_output_embeddings() else weights
+            handles += replace_while_running(module, partial(_converted, module, own))
     try:
         yield
     finally:
@@ -78,12 +80,13 @@ def weights_in_format(model: PreTrainedModel, weights: str) -> Iterator[None]:
 
 
 def _converted(module: nn.Module, weights: str, _: Any) -> dict[str, torch.Tensor]:
-    """Return a module's parameters in float32, and its weight with int8's rounding if that is the format."""
+    """Return a module's parameters in float32, and its weight with the format's rounding."""
     own = module.named_parameters(recurse=False)
     made = {name: value.detach().float() if value.is_floating_point() else value.detach() for name, value in own}
-    if weights == "int8" and isinstance(module, (nn.Linear, Conv1D)):
+    rounded = {"int8": round_to_int8, "int4": round_to_int4}.get(weights)
+    if rounded and isinstance(module, (nn.Linear, Conv1D)):
         weight = made["weight"]
-        made["weight"] = round_to_int8(weight.T).T if isinstance(module, Conv1D) else round_to_int8(weight)
+        made["weight"] = rounded(weight.T).T if isinstance(module, Conv1D) else rounded(weight)
     return made
 
 
@@ -91,6 +94,17 @@ def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight [outputs, inputs] rounded to 255 levels per output."""
     scales = weight.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / 127
     return (weight / scales).round_() * scales
+
+
+def round_to_int4(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight [outputs, inputs] rounded to 16 levels per 32 inputs, from their least to their largest."""
+    return torch.cat([_in_16_levels(block) for block in torch.split(weight, 32, dim=1)], dim=1)
+
+
+def _in_16_levels(block: torch.Tensor) -> torch.Tensor:
+    lowest, highest = block.amin(dim=1, keepdim=True), block.amax(dim=1, keepdim=True)
+    scale, lowest = ((highest - lowest) / 15).half().float(), lowest.half().float()
+    return ((block - lowest) / scale.where(scale > 0, torch.inf)).round_().clamp_(0, 15) * scale + lowest
 
 
 @contextlib.contextmanager

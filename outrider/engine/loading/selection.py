@@ -31,7 +31,7 @@ from outrider.protocol.fleet import ModelInfo
 
 Progress = Callable[[str], None]
 
-_NATIVE_WEIGHTS = ("float32", "bfloat16", "int8")
+_NATIVE_WEIGHTS = ("float32", "bfloat16", "int8", "int4")
 _RULE_TOKENS = 2
 _GPU_CACHE_SHARE = 0.9  # of the memory that is free once the weights are loaded, without the reserve
 _GPU_RESERVE = 2 << 30  # for activations, graphs, and the keys and values that attention copies

@@ -2,18 +2,7 @@
 
 #include "model.h"
 
-static int likeliest(const float *logits, int count) {
-    float peak = logits[0];
-    vec peaks = spread(peak);
-    int i = 0, whole = count / LANES * LANES;
-    for (; i < whole; i += LANES) peaks = larger(load(logits + i), peaks);
-    for (; i < count; i++) peak = logits[i] > peak ? logits[i] : peak;
-    for (i = 0; i < LANES; i++) peak = peaks[i] > peak ? peaks[i] : peak;
-    for (i = 0; i < count && logits[i] != peak;) i++;
-    return i < count ? i : 0;
-}
-
-#define NEAR 8.0f /* temperatures below the peak: columns further down hardly win */
+#define REACH 8.0f /* temperatures below the peak: columns further down hardly win */
 #define LARGEST ((1ull << 53) - 2)
 
 static uint64_t mixed(uint64_t x) {
@@ -22,20 +11,56 @@ static uint64_t mixed(uint64_t x) {
     return x ^ x >> 31;
 }
 
+/* A uniform number above 0 and below 1. */
+static double uniform(const Chain *chain, uint64_t key, int column) {
+    uint64_t bits = mixed(key + ((uint64_t)chain->ids[column] + 1) * 0xE7037ED1A0B428DB) >> 11;
+    return ((double)(bits < LARGEST ? bits : LARGEST) + 0.5) * 0x1p-53;
+}
+
+typedef struct {
+    double noise, time;
+    int column;
+} Runner;
+
 /* The winner of the race that the target runs with the same noise: see outrider/speculation/noise.py. It is a guess, so
- * the functions of the C library may differ in a last bit. */
-static int drawn(const float *logits, int count, const Chain *chain, uint64_t key) {
-    int winner = likeliest(logits, count);
-    const float peak = logits[winner], far = peak - NEAR * chain->temperature;
-    double least = INFINITY;
-    for (int i = 0; i < count; i++) {
-        if (!(logits[i] >= far)) continue;
-        uint64_t bits = mixed(key + ((uint64_t)chain->ids[i] + 1) * 0xE7037ED1A0B428DB) >> 11;
-        double noise = -log1p(-((double)(bits < LARGEST ? bits : LARGEST) + 0.5) * 0x1p-53);
-        double time = log(noise) - (double)(logits[i] - peak) / chain->temperature;
-        if (time < least) least = time, winner = i;
+ * the functions of the C library may differ in a last bit. Of rough logits, the first ones at the end are computed with all
+ * bits and run again. */
+static int drawn(float *logits, const float *x, const Linear *head, const Chain *chain, uint64_t key, int rough) {
+    const int count = head->outputs, places = rough ? CANDIDATES : 1, best = likeliest(logits, count);
+    const float peak = logits[best], far = peak - REACH * chain->temperature, factor = 1 / chain->temperature;
+    Runner first[CANDIDATES];
+    double last = INFINITY; /* time of the last place */
+    int found = 0, winner = 0;
+    for (int start = 0; start < count; start += LANES) {
+        const int some = count - start < LANES ? count - start : LANES;
+        float weights[LANES], *at = logits + start;
+        vec group = spread(-INFINITY);
+        memcpy(&group, at, 4 * (size_t)some);
+        ivec inside = group >= spread(far);
+        int any = 0;
+        for (int i = 0; i < LANES; i++) any |= inside[i];
+        if (!any) continue;
+        store(weights, exponential((group - peak) * factor));
+        for (int i = 0; i < some; i++) {
+            if (!inside[i]) continue;
+            double number = uniform(chain, key, start + i);
+            if (number >= last * weights[i]) continue; /* the noise is larger than the number */
+            Runner runner = {-log1p(-number), 0, start + i};
+            runner.time = runner.noise / weights[i];
+            if (runner.time >= last) continue;
+            int place = found < places ? found++ : found - 1;
+            for (; place > 0 && runner.time < first[place - 1].time; place--) first[place] = first[place - 1];
+            first[place] = runner;
+            if (found == places) last = first[found - 1].time;
+        }
     }
-    return winner;
+    if (!found) return best; /* not a number */
+    for (int i = 0; i < found && rough; i++) {
+        logits[first[i].column] = logit_of(head, x, first[i].column);
+        first[i].time = log(first[i].noise) - (logits[first[i].column] - peak) * (double)factor;
+        if (first[i].time < first[winner].time) winner = i;
+    }
+    return first[winner].column;
 }
 
 /* The first rows of a step together, then the others one after the other. A row's input is its token's part, plus the
@@ -66,8 +91,10 @@ int outrider_chain(Model *model, const Step *step, const Chain *chain) {
         if (outrider_forward(model, &one)) return -1;
         segment.base += count;
         states = one.hidden;
-        int outputs = model->head.outputs, draws = chain->temperature > 0;
-        chain->columns[row + count] = draws ? drawn(one.logits, outputs, chain, chain->keys[output]) : likeliest(one.logits, outputs);
+        const int rough = step->guesses && model->rough.outputs;
+        chain->columns[row + count] = chain->temperature > 0
+                                          ? drawn(one.logits, states, &model->head, chain, chain->keys[output], rough)
+                                          : likeliest(one.logits, model->head.outputs);
     }
     return 0;
 }

@@ -15,7 +15,7 @@ import torch
 
 from outrider.engine import model_spec as specs
 from outrider.engine.interface import SessionTokens, StepResult
-from outrider.engine.model_spec import ModelSpec
+from outrider.engine.model_spec import ModelSpec, head_format
 from outrider.engine.native.build import NoCompiler, library, structures
 from outrider.engine.paged.arithmetic import kernel_arithmetic
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
@@ -28,7 +28,7 @@ from outrider.protocol.fleet import ModelInfo
 _LARGE_PAGE = 2 << 20
 _MAPPING = 256 << 20
 _LINE = 64
-_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
+_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 _FLOATS, _TILES, _INTEGERS = range(3)
 _NAMES = {_TILES: "tiles 2", _INTEGERS: "integers 1"}  # with the version of their bits
 _NORMS = {"rms": 1, "layer": 2}
@@ -47,8 +47,7 @@ class NativeEngine(PagedEngine):
 
     Unless `exact`, products of GGUF blocks, int8 weights and weights that are bfloat16 run in AMX tiles where there are
     any; elsewhere those of blocks and int8 weights run in integers.
-    A result of `extend` is valid until the next one. `reduced`: no linear map is held in float32. `guesses`: the logits
-    of the next steps are only guessed from, so that those of unlikely outputs may be rough, after `prepare_chain`.
+    A result of `extend` is valid until the next one. `reduced`: no linear map is held in float32.
     """
 
     def __init__(
@@ -75,13 +74,12 @@ class NativeEngine(PagedEngine):
         self._buffers: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
         self._rotations: dict[int, list[torch.Tensor]] = {}
         self._rotated_to = 0  # positions
-        self.guesses = False
         self._memory = _MappedMemory()  # weights are read as one stream
         self._layers = (_C.Layer * len(spec.layers))(*(self._layer(layer, weights) for layer in spec.layers))
         self._model = _C.Model(
             layers=ctypes.addressof(self._layers),
             final=self._norm(spec.final),
-            head=self._linears(spec.head, weights)[0],
+            head=self._linears(spec.head, head_format(weights))[0],
             num_layers=len(spec.layers),
             activation=_ACTIVATIONS[spec.activation],
             **{name: getattr(spec, name) for name in _SAME},
@@ -118,12 +116,14 @@ class NativeEngine(PagedEngine):
     def prepare_chain(self, inputs: torch.Tensor, mix: torch.Tensor, ids: torch.Tensor) -> Any:
         """Return what `chain` needs: tokens' parts of its input, the linear map of the state, and ids of columns."""
         address = _address(self._referenced, inputs.float())
-        head = ctypes.byref(self._model.head)
-        if size := self._library.outrider_rough_size(head):
-            self._model.rough = _address(self._referenced, self._memory.take((size,), torch.uint8))
-            self._library.outrider_make_rough(head, ctypes.c_void_p(self._model.rough))
-        mix = self._linear(specs.Linear(mix), self._weights)
-        return _C.Chain(mix=mix, inputs=address, ids=_address(self._referenced, ids))
+        head = self._model.head
+        if self._library.outrider_guesses(ctypes.byref(head)):
+            sizes = {"inputs": head.inputs, "outputs": head.outputs, "bias": head.bias, "kind": _KINDS["int4"]}
+            self._model.rough = self._take(_C.Linear(**sizes, arithmetic=_INTEGERS), 0)
+            self._library.outrider_make_rough(ctypes.byref(self._model), self._threads)
+        return _C.Chain(
+            mix=self._linear(specs.Linear(mix), self._weights), inputs=address, ids=_address(self._referenced, ids)
+        )
 
     @torch.inference_mode()
     def chain(
@@ -132,7 +132,7 @@ class NativeEngine(PagedEngine):
         """Continue a session by tokens, given by their columns of the logits, and by the likeliest ones after them.
 
         Return the columns of `count` further tokens, and the results from the last given token on. `states` are the
-        hidden states before the given tokens.
+        hidden states before the given tokens. They are guesses: logits of unlikely columns are rough.
         """
         given, states = len(tokens), states.contiguous()
         assert states.shape == (given, self._spec.hidden), "the kernels read a state before each given token"
@@ -140,7 +140,7 @@ class NativeEngine(PagedEngine):
         columns = (ctypes.c_int32 * (rows + 1))(*tokens)
         noise = (ctypes.c_uint64 * len(draws[1]))(*draws[1])
         chain.given, chain.states, chain.columns = given, states.data_ptr(), ctypes.addressof(columns)
-        chain.temperature, chain.keys, self.guesses = draws[0], ctypes.addressof(noise), draws[0] == 0.0
+        chain.temperature, chain.keys = draws[0], ctypes.addressof(noise)
         inputs, last = torch.empty(rows, self._spec.hidden), given - 1
         new = SessionTokens(session, range(rows), logits_from=last, hidden_from=last, input_embeddings=inputs)
         step = self._schedule([new])
@@ -154,7 +154,7 @@ class NativeEngine(PagedEngine):
         logits, args.logits = self._buffer("logits", step.num_logits, self._vocab)
         hidden, args.hidden = self._buffer("hidden", outputs, spec.hidden)
         args.rows, args.num_wanted, args.num_logits = len(step.ids), outputs, step.num_logits
-        args.num_states, args.guesses, args.exact = len(step.layers), self.guesses, self.exact
+        args.num_states, args.guesses, args.exact = len(step.layers), bool(chain), self.exact
         if step.layers:
             states, layers = torch.empty(outputs, len(step.layers) * spec.hidden), array("i", step.layers)
             args.states, args.layers = states.data_ptr(), layers.buffer_info()[0]
@@ -252,12 +252,11 @@ class NativeEngine(PagedEngine):
             made.scales = _address(self._referenced, torch.empty(outputs))
         if weights == "float32" and self._fast == _TILES and kind in NUMBERS.values():
             made.kind = _KINDS["bfloat16"] * self._library.outrider_are_bfloat16(kind, data, outputs, inputs)
-        blocks = weights == "int8" or (weights == "float32" and kind not in NUMBERS.values())
+        blocks = weights in ("int8", "int4") or (weights == "float32" and kind not in NUMBERS.values())
         made.arithmetic = self._fast if blocks or (made.kind and self._fast == _TILES) else _FLOATS
-        size = self._library.outrider_packed_size(kind, ctypes.byref(made))
+        self._take(made, kind)
         self._used.add(made.arithmetic)
         self.reduced = self.reduced and made.kind > 0
-        made.weights = _address(self._referenced, self._memory.take((size,), torch.uint8))
         first = 0
         for source in sources:
             rows = source.rows
@@ -267,6 +266,12 @@ class NativeEngine(PagedEngine):
             if source.file:
                 source.file.madvise(mmap.MADV_DONTNEED)  # what was read of it is packed
         return made
+
+    def _take(self, linear: Any, kind: int) -> Any:
+        """Take memory for weights that come in a format of ggml. Return the linear map."""
+        size = self._library.outrider_packed_size(kind, ctypes.byref(linear))
+        linear.weights = _address(self._referenced, self._memory.take((size,), torch.uint8))
+        return linear
 
     def _norm(self, norm: specs.Norm | None) -> Any:
         if norm is None:

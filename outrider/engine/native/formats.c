@@ -200,18 +200,48 @@ static void pack_bytes(const float *row, const Linear *linear, int output) {
     }
 }
 
+/* A row in blocks of four bits: 16 levels from a block's least number to its largest, as in Q4_1. */
+static void pack_nibbles(const float *row, const Linear *linear, int output) {
+    for (int start = 0; start < linear->inputs; start += BLOCK, row += BLOCK) {
+        const int count = linear->inputs - start < BLOCK ? linear->inputs - start : BLOCK;
+        float lowest = row[0], highest = row[0];
+        for (int k = 1; k < count; k++) lowest = fminf(lowest, row[k]), highest = fmaxf(highest, row[k]);
+        Decoded block = {.numbers = {(float)(_Float16)((highest - lowest) / 15), (float)(_Float16)lowest}};
+        for (int k = 0; k < count; k++) {
+            float quant = block.numbers[0] > 0 ? rintf((row[k] - block.numbers[1]) / block.numbers[0]) : 0;
+            block.quants[k] = (int8_t)(quant < 0 ? 0 : quant > 15 ? 15 : quant);
+        }
+        pack_block(&block, linear, output, start / BLOCK);
+    }
+}
+
+/* The head's second copy, from its bytes into zeroed memory. */
+void outrider_make_rough(const Model *model, int threads) {
+    const Linear *head = &model->head;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int unit = 0; unit < (head->outputs + UNIT - 1) / UNIT; unit++) {
+        float *row = malloc(4l * blocks_of(head) * BLOCK);
+        for (int output = unit * UNIT; output < (unit + 1) * UNIT && output < head->outputs; output++) {
+            for (int block = 0; block < blocks_of(head); block++) bytes_as_floats(head, output, block, row + block * BLOCK);
+            pack_nibbles(row, &model->rough, output);
+        }
+        free(row);
+    }
+}
+
 /* Repacks rows into the linear's zeroed memory, as `count` outputs from `first` on. A thread has whole units. */
 void outrider_pack(int type, const uint8_t *rows, const Linear *linear, int first, int count, int threads) {
     const int inputs = linear->inputs;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int unit = first / UNIT; unit <= (first + count - 1) / UNIT; unit++) {
-        float *floats = linear->kind > INT8 && !linear->scales ? NULL : malloc(4l * inputs);
+        const int as_it_is = linear->kind > INT8 && linear->kind == PACKED[type].kind && !linear->scales;
+        float *floats = as_it_is ? NULL : malloc(4l * inputs);
         for (int output = unit * UNIT; output < (unit + 1) * UNIT; output++) {
             if (output < first || output >= first + count) continue;
             const uint8_t *row = rows + (output - first) * row_bytes(type, inputs);
             if (floats) {
                 to_floats(type, row, inputs, floats);
-                (linear->kind == BYTES ? pack_bytes : pack_numbers)(floats, linear, output);
+                (linear->kind == NIBBLES ? pack_nibbles : linear->kind == BYTES ? pack_bytes : pack_numbers)(floats, linear, output);
             } else
                 for (int block = 0; block < inputs / BLOCK; block++) {
                     Decoded from = decode(type, row, block);

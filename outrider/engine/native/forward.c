@@ -122,7 +122,7 @@ int outrider_forward(Model *model, Step *step) {
                 memcpy(to, from, 4 * (size_t)model->hidden);
         }
         meet(step);
-        if (step->num_logits && step->guesses && model->rough)
+        if (step->num_logits && step->guesses && model->rough.outputs)
             guess_logits(model, step);
         else if (step->num_logits)
             product(&model->head, step->hidden, step->num_logits, step->logits, model->head.outputs, 0, step);

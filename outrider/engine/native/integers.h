@@ -8,7 +8,7 @@
  * integers.c and integers_vnni.c include this file for two instruction sets.
  */
 
-#include "formats.h"
+#include "rounding.h"
 
 #define PAIRS 16 /* of inputs in a block: inputs j and j + 4 of every eight */
 #define SLICE (4 * MAX_ROWS)
@@ -48,35 +48,15 @@ INLINE ivec add_pair(ivec sum, ivec weights, int32_t pair) {
 #endif
 }
 
-/* Rounds a block to the nearest integers, to even between two. A block with a number that is not finite has no scale. */
+/* Rounds a block to the nearest integers. */
 INLINE void round_block(const float *x, int count, Rounded *to) {
-    float block[BLOCK] __attribute__((aligned(64))) = {0};
     int32_t whole[BLOCK] __attribute__((aligned(64)));
     typedef int32_t four __attribute__((vector_size(16)));
-    memcpy(block, x, 4 * (size_t)(count < BLOCK ? count : BLOCK));
-    ivec largest = {0}, total = {0};
-    for (int k = 0; k < BLOCK; k += LANES) {
-        ivec magnitude = (ivec)load(block + k) & 0x7fffffff, which = magnitude > largest;
-        largest = (magnitude & which) | (largest & ~which);
-    }
-    int32_t bits = 0, sum = 0;
-    for (int i = 0; i < LANES; i++) bits = largest[i] > bits ? largest[i] : bits;
-    float peak, factor;
-    memcpy(&peak, &bits, 4);
-    factor = peak > 1e-30f && peak < INFINITY ? 32767 / peak : 0;
-    for (int k = 0; k < BLOCK; k += LANES) {
-        ivec rounded = (ivec)(load(block + k) * factor + 12582912.0f) - 0x4b400000; /* the integer is in the low bits */
-        if (factor == 0) rounded = (ivec){0};
-        total += rounded;
-        memcpy(whole + k, &rounded, sizeof rounded);
-    }
-    for (int i = 0; i < LANES; i++) sum += total[i];
+    to->scale = round_to(32767, x, count, whole, &to->sum);
     for (int k = 0; k < BLOCK; k += 8) {
         four pair = (*(four *)(whole + k) & 0xffff) | *(four *)(whole + k + 4) << 16;
         memcpy(to->pairs + k / 2, &pair, sizeof pair);
     }
-    to->scale = peak < INFINITY ? factor == 0 ? 0 : peak / 32767 : NAN;
-    to->sum = to->scale * (float)sum;
 }
 
 /* The bits above four of the pairs of eight inputs, in place. Pair p of the block has bit p · more of either half. */

@@ -63,7 +63,7 @@ typedef struct {
     int32_t cache_bytes; /* of a number of keys and values: 4, or 2 for bfloat16 */
     int32_t tiled_cache; /* keys and values are laid out for attention_tiles.c */
     int32_t unused;
-    const void *rough; /* four bits of each weight of the head, see guesses.c; null: none */
+    Linear rough; /* the head in NIBBLES, see guesses.c; of no outputs: none */
     Pace paces[7]; /* of 1, 2 to 3, 4 to 7, ... rows */
 } Model;
 
@@ -144,7 +144,13 @@ void product_integers_vnni(const Linear *linear, const float *x, int rows, float
 int has_vnni(void);
 void finish_outputs(const Linear *linear, long first, int width, float *from, float *to, int add);
 void product_bytes(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
+void product_nibbles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
+void product_nibbles_vnni(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
+#define CANDIDATES 16 /* outputs of a guess whose logits are computed with all bits */
 void guess_logits(const Model *model, const Step *step);
+int bytes_as_floats(const Linear *head, int output, int block, float *to);
+float logit_of(const Linear *head, const float *x, int output);
+int likeliest(const float *logits, int count);
 long tiles_scratch(int inputs, int rows, int threads), integers_scratch(int inputs, int rows, int threads);
 const float *normalise_rows(const Norm *norm, const float *x, const Step *step, int width);
 void add_normalised(const Norm *norm, float *y, int width, const Step *step);

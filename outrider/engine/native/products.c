@@ -162,7 +162,11 @@ static void product_panel(const Linear *linear, int panel, const float *x, int r
 void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step) {
     int panels = (linear->outputs + PANEL - 1) / PANEL;
     if (linear->arithmetic == IN_INTEGERS && !step->exact) {
-        (has_vnni() ? product_integers_vnni : product_integers)(linear, x, rows, y, y_stride, add, step);
+        const int vnni = has_vnni();
+        if (step->guesses && linear->kind == NIBBLES && rows <= OWN_ROWS)
+            (vnni ? product_nibbles_vnni : product_nibbles)(linear, x, rows, y, y_stride, add, step);
+        else
+            (vnni ? product_integers_vnni : product_integers)(linear, x, rows, y, y_stride, add, step);
         return;
     }
     if (linear->arithmetic == IN_TILES) {

@@ -70,17 +70,17 @@ PLANTED: dict[str, tuple[Any, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(("bug", "family", "changes"), PLANTED.values(), ids=PLANTED.keys())
 def test_a_plan_that_lost_something_is_not_used(
     bug: Any, family: str, changes: dict[str, Any], weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = saved(tmp_path, family, **changes)
-    options = {"quantization": "int8"} if weights == "int8" else {"dtype": weights}
+    options = {"quantization": weights} if weights.startswith("int") else {"dtype": weights}
     assert isinstance(load(model, **options)[0], NativeEngine)
     monkeypatch.setattr(selection, "build_spec", lambda model: bug(build_spec(model)))
-    if weights == "int8":
-        with pytest.raises(StartupError, match="int8 needs engine native"):
+    if "quantization" in options:
+        with pytest.raises(StartupError, match=f"{weights} needs engine native"):
             load(model, **options)
     else:
         engine, said = load(model, **options)
