@@ -33,20 +33,27 @@ MODEL = ModelInfo("m", "f", vocab_size=100)
 class Session:
     """A session's drafting, and the trees that its guesses make with and without what is dropped."""
 
-    def __init__(self, committed: Sequence[int] = (), temperature: float = 0.0) -> None:
+    def __init__(
+        self, committed: Sequence[int] = (), temperature: float = 0.0, drafters: int = 1, *, single: bool = False
+    ) -> None:
         params = SamplingParams(temperature=temperature, seed=1, max_tokens=500)
         self.record = SessionRecord("s", SessionRequest(PROMPT, params), tokens=list(committed))
         self.whole = [*PROMPT, *committed]
         self.relayed: list[common.Guess] = []
-        self.trees = [GuessTree(self.whole, single=False, max_nodes=200, max_ahead=50) for _ in range(2)]
-        context: Any = DraftingContext(worker_pool=None, pairs=None, gamma_max=4, drafters=1)  # type: ignore[arg-type]
+        self.trees = [GuessTree(self.whole, single=single, max_nodes=200, max_ahead=50) for _ in range(2)]
+        context: Any = DraftingContext(worker_pool=None, pairs=None, gamma_max=4, drafters=drafters)  # type: ignore[arg-type]
         stats = RequestStats(CoordinatorMetrics(Mode).of("target"))
         self.drafting = Drafting(self.record, MODEL, context, stats)
         worker = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", MODEL)
         self.connection = WorkerConnection(worker, lambda: FleetKeys().access(Role.DRAFTER))
         self.pair = PairEstimate(4)
-        self.drafter = DrafterStream(self.connection, self.record, MODEL, Span(), 1, self.pair, PLAIN)
-        stats.record_drafter(1, "model")
+        self.drafters = [
+            DrafterStream(self.connection, self.record, MODEL, Span(), source, self.pair, PLAIN)
+            for source in range(1, drafters + 1)
+        ]
+        self.drafter = self.drafters[0]
+        for drafter in self.drafters:
+            stats.record_drafter(drafter.source, "model")
 
     def guess(self, guess: common.Guess) -> None:
         """Take what is relayed, as the verifier does."""
@@ -56,13 +63,15 @@ class Session:
     def steer(self, steering: VerifySteering) -> None:
         """Take no notice: these guesses change no plan."""
 
-    def send(self, position: int, first_id: int, tokens: Sequence[int], parent: int = 0, parents: Any = ()) -> bool:
+    def send(
+        self, position: int, first_id: int, tokens: Sequence[int], parent: int = 0, parents: Any = (), source: int = 1
+    ) -> bool:
         """Return whether a drafter's guess is sent on."""
         guess = common.Guess(
-            position=position, first_id=first_id, tokens=tokens, parent=parent, parents=parents, source=1
+            position=position, first_id=first_id, tokens=tokens, parent=parent, parents=parents, source=source
         )
         before = len(self.relayed)
-        self.drafting._relay(self, self.drafter, guess)
+        self.drafting._relay(self, self.drafters[source - 1], guess)
         self.trees[1].add(convert.guess_from_proto(guess))
         return len(self.relayed) > before
 
@@ -128,17 +137,21 @@ async def test_a_parent_that_was_never_guessed_is_left_to_the_verifier_to_refuse
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_the_verifiers_tree_is_the_same_without_them(seed: int) -> None:
+@pytest.mark.parametrize(("drafters", "single"), [(1, False), (1, True), (3, False)], ids=["trees", "chains", "three"])
+async def test_the_verifiers_tree_is_the_same_without_them(drafters: int, seed: int, *, single: bool) -> None:
     """Two tokens, so that chance makes many guesses right. Commits come between messages."""
-    chance, session = random.Random(seed), Session()
-    positions: dict[int, int] = {}  # of a token guessed earlier, by node id
+    chance, session = random.Random(seed), Session(drafters=drafters, single=single)
+    guessed: list[dict[int, int]] = [{} for _ in range(drafters)]  # by drafter and node id: a token's position
     for _ in range(200):
+        source = chance.randint(1, drafters)
+        positions = guessed[source - 1]
         parent = chance.choice([0, 0, 0, *list(positions)[-3:]])
         position = positions[parent] + 1 if parent else max(2, len(session.whole) - chance.randrange(6))
         tokens = chance.choices([50, 60], k=chance.randint(1, 4))
-        parents = [chance.randint(0, i) for i in range(len(tokens))] if chance.random() < 0.5 else []
+        branching = not single and chance.random() < 0.5
+        parents = [chance.randint(0, i) for i in range(len(tokens))] if branching else []
         first_id = max(positions, default=0) + 1
-        session.send(position, first_id, tokens, parent, parents)
+        session.send(position, first_id, tokens, parent, parents, source)
         for i in range(len(tokens)):
             above = parents[i] if parents else i
             positions[first_id + i] = positions[first_id + above - 1] + 1 if above else position
