@@ -81,8 +81,7 @@ class EagleDrafter:
     @torch.inference_mode()
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         """Step all sessions together until each has its draft."""
-        alone = len(requests) == 1
-        drafts = run_in_lockstep({request.session: self._steps(request, alone) for request in requests}, self._compute)
+        drafts = run_in_lockstep({it.session: self._steps(it, len(requests) == 1) for it in requests}, self._compute)
         return [drafts.get(request.session) or request.chain(done=True) for request in requests]
 
     def forget(self, session: str) -> None:
@@ -115,21 +114,22 @@ class EagleDrafter:
                 self._engine.free(request.session)
         draft = self._draft_tree if request.branches > 1 else self._draft_chain
         chains = self._chains if alone and request.branches == 1 and draws_plainly(request) else None
-        if chains and (drafted := self._draft_at_once(request, state, chains)) is not None:
+        if chains and (drafted := self._draft_at_once(request, state, chains)):
             return drafted
         yield from self._compute_new_states(request, state)
         if not state.outputs:
             return request.chain(done=True)  # no hidden states of the target yet
-        return (yield from draft(request, state))
+        if chains:
+            yield from self._compute_path(request, state, request.tokens[state.path_start : -1])
+        return (chains and self._draft_at_once(request, state, chains)) or (yield from draft(request, state))
 
     def _compute_new_states(
         self, request: DraftRequest, state: _EagleSession
     ) -> Generator[SessionTokens, _LayerOutput, None]:
         """Compute the positions of the target's new states, in place of the predicted states there."""
-        if not state.new_states:
-            return
-        state.path, state.outputs = [], []
-        self._engine.truncate(request.session, state.num_cached)
+        if state.new_states:
+            state.path, state.outputs = [], []
+            self._engine.truncate(request.session, state.num_cached)
         while state.new_states:
             part = state.next_states()
             tokens = request.tokens[state.path_start : state.path_start + len(part)]
@@ -259,7 +259,8 @@ def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str]
     """Return a warmed-up engine for the layer alone; its weights are in bfloat16, on a CPU in eight or four bits."""
     options = replace(EngineOptions.of(settings), prefix_tokens=0)  # its cache depends on states as well as tokens
     device = options.selected_device
-    if settings.dtype == "auto" and device.type == "cpu" and options.engine != "transformers":
+    unset = (settings.dtype, settings.quantization) == ("auto", "none")
+    if unset and device.type == "cpu" and options.engine != "transformers":
         with suppress(NoCompiler):
             options = replace(options, quantization="int8" if library().outrider_tiles() else "int4")  # fewer bytes
     dtype = torch.bfloat16 if settings.dtype == "auto" else pick_dtype(settings.dtype, device)

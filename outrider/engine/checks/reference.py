@@ -98,13 +98,12 @@ def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
 
 def round_to_int4(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight [outputs, inputs] rounded to 16 levels per 32 inputs, from their least to their largest."""
-    return torch.cat([_in_16_levels(block) for block in torch.split(weight, 32, dim=1)], dim=1)
-
-
-def _in_16_levels(block: torch.Tensor) -> torch.Tensor:
-    lowest, highest = block.amin(dim=1, keepdim=True), block.amax(dim=1, keepdim=True)
-    scale, lowest = ((highest - lowest) / 15).half().float(), lowest.half().float()
-    return ((block - lowest) / scale.where(scale > 0, torch.inf)).round_().clamp_(0, 15) * scale + lowest
+    rounded = []
+    for block in torch.split(weight, 32, dim=1):
+        lowest, highest = block.amin(dim=1, keepdim=True), block.amax(dim=1, keepdim=True)
+        scale, lowest = ((highest - lowest) / 15).half().float(), lowest.half().float()
+        rounded.append(((block - lowest) / scale.where(scale > 0, torch.inf)).round_().clamp_(0, 15) * scale + lowest)
+    return torch.cat(rounded, dim=1)
 
 
 @contextlib.contextmanager

@@ -42,18 +42,18 @@ static float round_row(const float *x, int inputs, uint8_t *to) {
     return peak / 32767;
 }
 
-/* Sums over the inputs of `lines` times two outputs: eight partial sums of each. */
-INLINE void sum_lines(const char *weights, const uint8_t *row, int blocks, const int lines, long ahead, __m512 *sums) {
+/* Sums over the inputs of a unit: eight lines of two outputs, and eight partial sums of each. */
+INLINE void sum_lines(const char *weights, const uint8_t *row, int blocks, __m512 *sums) {
     const __m512i ones = _mm512_set1_epi8(1);
     __m512i high[8], low[8], all[8];
 #pragma GCC unroll 8
-    for (int i = 0; i < lines; i++) high[i] = low[i] = all[i] = _mm512_setzero_si512();
+    for (int i = 0; i < 8; i++) high[i] = low[i] = all[i] = _mm512_setzero_si512();
     for (int b = 0; b < blocks; b++, weights += STEP, row += LINE) {
         __m512i first = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)row));
         __m512i second = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(row + BLOCK)));
 #pragma GCC unroll 8
-        for (int i = 0; i < lines; i++) {
-            if (ahead) __builtin_prefetch(weights + LINE * i + ahead, 0, 3);
+        for (int i = 0; i < 8; i++) {
+            __builtin_prefetch(weights + LINE * i + 4 * STEP, 0, 3);
             __m512i line = _mm512_loadu_si512(weights + LINE * i);
             high[i] = _mm512_dpbusd_epi32(high[i], first, line);
             low[i] = _mm512_dpbusd_epi32(low[i], second, line);
@@ -61,7 +61,7 @@ INLINE void sum_lines(const char *weights, const uint8_t *row, int blocks, const
         }
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < lines; i++) {
+    for (int i = 0; i < 8; i++) {
         high[i] = _mm512_sub_epi32(high[i], _mm512_slli_epi32(all[i], 7));
         sums[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[i]), _mm512_set1_ps(256), _mm512_cvtepi32_ps(low[i]));
     }
@@ -103,7 +103,7 @@ void product_bytes(const Linear *linear, const float *x, int rows, float *y, lon
         const __mmask16 mask = (__mmask16)(left < UNIT ? (1 << left) - 1 : 0xffff);
         for (int r = 0; r < rows; r++) {
             __m512 sums[8], *to = (__m512 *)(y + r * y_stride + unit * UNIT);
-            sum_lines(weights, whole + (long)r * blocks * LINE, blocks, 8, 4 * STEP, sums);
+            sum_lines(weights, whole + (long)r * blocks * LINE, blocks, sums);
             __m512 result = joined_sums(sums) * _mm512_set1_ps(scales[r]);
             result *= _mm512_maskz_loadu_ps(mask, linear->scales + unit * UNIT);
             if (linear->bias) result += _mm512_maskz_loadu_ps(mask, linear->bias + unit * UNIT);

@@ -45,8 +45,8 @@ _compared: set[int] = set()  # block formats, in this process
 class NativeEngine(PagedEngine):
     """An engine over the CPU kernels. Products read weights in the format `weights`; all arithmetic is in float32.
 
-    Unless `exact`, products of GGUF blocks, int8 weights and weights that are bfloat16 run in AMX tiles where there are
-    any; elsewhere those of blocks and int8 weights run in integers.
+    Unless `exact`, products of GGUF blocks, int8, int4 and bfloat16 weights run in AMX tiles where there are any;
+    elsewhere all but those of bfloat16 run in integers.
     A result of `extend` is valid until the next one. `reduced`: no linear map is held in float32.
     """
 
@@ -132,7 +132,7 @@ class NativeEngine(PagedEngine):
         """Continue a session by tokens, given by their columns of the logits, and by the likeliest ones after them.
 
         Return the columns of `count` further tokens, and the results from the last given token on. `states` are the
-        hidden states before the given tokens. They are guesses: logits of unlikely columns are rough.
+        hidden states before the given tokens. The columns are guesses: logits of unlikely ones are rough.
         """
         given, states = len(tokens), states.contiguous()
         assert states.shape == (given, self._spec.hidden), "the kernels read a state before each given token"

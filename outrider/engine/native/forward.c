@@ -75,8 +75,8 @@ static long lay_out(const Model *model, Step *step) {
     /* of attention: queries, sums, peaks and totals, and scores of whole pages */
     step->scores_per_thread = (MAX_ROWS * (longest + 2l * model->head_dim + PANEL + 2) + 63) / 64 * 64;
     if (model->tiled_cache) step->scores_per_thread = tiled_scratch(model, longest);
-    /* A chain lays it out again for one row, which every thread prepares for itself. */
-    long prepared = larger_of(rows, step->threads * (rows <= OWN_ROWS ? rows : 1));
+    /* Few rows are prepared by every thread for itself, and a chain lays it out again for fewer rows. */
+    long prepared = larger_of(rows, step->threads * (rows < OWN_ROWS ? rows : OWN_ROWS));
     struct {
         float **part;
         long size;

@@ -50,7 +50,7 @@ float logit_of(const Linear *head, const float *x, int output) {
     return logit;
 }
 
-/* The first of the largest numbers; 0 if there is none. */
+/* The first of the largest numbers; 0 where the first one is none. */
 int likeliest(const float *logits, int count) {
     float peak = logits[0];
     vec peaks = spread(peak);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from drafter.hidden_states import received
 from drafter.interface import DraftRequest
 from drafter.methods import kernel_chains
 from drafter.methods.eagle import EagleDrafter, engine_for
+from outrider.engine.checks.reference import round_to_int4, round_to_int8
+from outrider.engine.native.build import library
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.sampling_params import SamplingParams
@@ -54,9 +57,11 @@ def eagle(target: LlamaForCausalLM) -> Eagle:
     return made
 
 
-def drafter_of(eagle: Eagle, kv_tokens: int) -> EagleDrafter:
+def drafter_of(eagle: Eagle, kv_tokens: int, **options: str) -> EagleDrafter:
     eagle = copy.deepcopy(eagle)  # its engine takes the weights
-    settings = DrafterSettings(kind="eagle", dtype="float32", device="cpu", kv_tokens=kv_tokens)
+    settings = DrafterSettings(
+        **{"kind": "eagle", "dtype": "float32", "device": "cpu", "kv_tokens": kv_tokens} | options
+    )
     return EagleDrafter(eagle, engine_for(eagle, settings, lambda _: None), ModelInfo("eagle", "e"), 8)
 
 
@@ -261,6 +266,47 @@ def test_what_was_computed_at_once_is_what_later_steps_continue_from(
         (longer,) = alone.draft([more])
         assert [longer, longer] == together.draft([more, replace(more, session="other")])
         assert len(longer.tokens) == 6
+
+
+def test_guesses_beyond_the_new_states_are_drafted_at_once_too(
+    target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a session drafts ahead: states come while further guesses are open."""
+    lengths: list[int] = []
+    chain = drafter._engine.chain  # type: ignore[union-attr]
+
+    def counted(*given: Any) -> Any:
+        lengths.append(given[4])
+        return chain(*given)
+
+    monkeypatch.setattr(drafter._engine, "chain", counted)
+    states, open_guesses = states_of(target, PROMPT), [5, 9, 12]
+    request = ask_for(PROMPT, 4, sent(states, 0, len(PROMPT) - 1), guesses=open_guesses)
+    (draft,) = drafter.draft([request])
+    (steps,) = drafter_of(eagle, 512, engine="transformers").draft([request])
+    assert draft.tokens == steps.tokens
+    assert lengths == [4]
+
+
+def test_four_bits_of_the_layer_and_eight_of_the_head_are_read(target: LlamaForCausalLM, eagle: Eagle) -> None:
+    if library().outrider_tiles():
+        pytest.skip("in tiles the layer has eight bits")
+    drafter, rounded = drafter_of(eagle, 512, dtype="auto"), copy.deepcopy(eagle)
+    with torch.no_grad():
+        for module in rounded.modules():
+            if isinstance(module, torch.nn.Linear):
+                rounding = round_to_int8 if module is rounded.body.lm_head else round_to_int4
+                module.weight.copy_(rounding(module.weight))
+    asked_for = drafter_of(eagle, 512, dtype="auto", quantization="int8")
+    assert drafter._engine.weight_bytes < asked_for._engine.weight_bytes  # type: ignore[union-attr]
+    as_rounded = as_trained = 0
+    for seed in range(100):
+        tokens = torch.randint(VOCAB, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
+        states = states_of(target, tokens)
+        (draft,) = drafter.draft([replace(ask_for(tokens, 1, sent(states, 0, 7)), session=str(seed))])
+        as_rounded += list(draft.tokens) == foretold(rounded, states, tokens, 1)
+        as_trained += list(draft.tokens) == foretold(eagle, states, tokens, 1)
+    assert as_trained + 5 < as_rounded >= 85
 
 
 def test_nothing_without_states(drafter: EagleDrafter) -> None:
