@@ -25,7 +25,7 @@ def overhead(*flags: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(("flags", "drafters"), [((), {"drafter-1"}), (("--together",), set[str]())])
 def test_rounds_of_sessions_at_once(flags: tuple[str, ...], drafters: set[str], tmp_path: Path) -> None:
     written = tmp_path / "overhead.json"
-    done = overhead("--rounds", "500", "--sessions", "1,6", "--seconds", "1", "--json", str(written), *flags)
+    done = overhead("--rounds", "100", "--sessions", "1,6", "--seconds", "1", "--json", str(written), *flags)
     assert done.returncode == 0, done.stderr
     summary = json.loads(written.read_text())["summary"]
     assert summary["parts"]["drafter_ms"] > 0

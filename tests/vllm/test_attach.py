@@ -139,7 +139,8 @@ def test_the_newer_runner_draws_as_without_guesses(
     # vLLM's kernel for top-k and top-p does not run in Triton's interpreter; its other implementation is in PyTorch.
     monkeypatch.setattr("vllm.v1.sample.ops.topk_topp_sampler.HAS_TRITON", False)
     # The interpreter pays for each guess as for a step, so γ control would stop guessing.
-    monkeypatch.setattr(attached_scheduler, "VerifyTimings", lambda **took: VerifyTimings(**took | {"step_us": 150_000}))
+    flat = lambda **took: VerifyTimings(**took | {"step_us": 150_000})  # noqa: E731
+    monkeypatch.setattr(attached_scheduler, "VerifyTimings", flat)
     coordinator.start()
     drafter.start()
     with vllm_engine(model) as llm:

@@ -1,13 +1,42 @@
-"""A session that ends while rounds are measured is an error of the measurement."""
+"""What is not measured is no result: a session that ends too early, and one that ends before its drafter guesses."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from outrider.bench.overhead.command import _rounds
 from outrider.bench.overhead.concurrent_rounds import _check_running
+from outrider.client.events import Finished
+from outrider.client.sync import Client
 from outrider.protocol.errors import OutriderError
+from outrider.protocol.speculation import FinishReason
+from outrider.protocol.statistics import GenerationStats
+
+
+def session(draft_ms: float) -> list[Finished]:
+    return [Finished("", FinishReason.LENGTH, "", 3, 100, GenerationStats(mean_draft_ms=draft_ms))]
+
+
+def test_rounds_are_those_of_a_session_that_had_its_drafter() -> None:
+    ended: list[Any] = [session(0.0), session(0.0), session(0.3), session(0.5)]
+    client = Mock(Client, generate=Mock(side_effect=ended))
+    assert _rounds(client, 100, 4).finished == ended[2][0]
+    assert client.generate.call_count == 3
+
+
+def test_plain_steps_need_no_drafter() -> None:
+    client = Mock(Client, generate=Mock(side_effect=[session(0.0)]))
+    assert _rounds(client, 100, 0).finished.stats.mean_draft_ms == 0
+
+
+def test_no_drafter_at_all_is_an_error() -> None:
+    client = Mock(Client, generate=Mock(side_effect=lambda **_: session(0.0)))
+    with pytest.raises(OutriderError, match="had no guess before they ended"):
+        _rounds(client, 100, 4)
 
 
 async def test_a_session_that_failed_or_ended_is_named() -> None:
