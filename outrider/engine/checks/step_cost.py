@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 
 from outrider.engine.interface import Engine, SessionTokens, prefill
 from outrider.engine.paged.block_manager import BLOCK_TOKENS, blocks_for
@@ -13,9 +14,11 @@ _MORE_TOKENS = (64, 128, 256, 512)  # the first ones may all take the time in wh
 _GPU_SESSION_TOKENS = 16
 _CONTEXT = 128
 _ROUNDS = 2  # and one on a GPU that captures graphs
-_BUDGET_S = 6.0  # a large model gets fewer rounds, so that its start is not delayed
-_LONG_MS = 300.0  # nothing is measured after a step as long,
-_PROPORTIONAL = 1.7  # nor after one that takes as many times as long as half of its tokens: the slope is known
+_BUDGET_S = 3.0  # a large model gets fewer rounds, so that its start is not delayed
+_FEW = 16  # tokens of the context if they alone take _LONG_MS
+_LONG_MS = 300.0  # nothing is measured after so many tokens as the last of TOKENS that take as long,
+_TOO_LONG_MS = 1000.0  # nor after 8 that take as long,
+_PROPORTIONAL = 1.7  # nor after a step that takes as many times as long as half of its tokens: the slope is known
 
 
 def measure_cost(engine: Engine) -> CostCurve:
@@ -32,6 +35,9 @@ def measure_cost(engine: Engine) -> CostCurve:
     counts = [tokens for tokens in (*TOKENS, *_MORE_TOKENS) if tokens <= most]
     width = _GPU_SESSION_TOKENS if on_gpu else most
     sessions = [f"cost {index}" for index in range(-(-counts[-1] // width))]
+    few = min(_FEW, context)
+    if not on_gpu and _step_ms(engine, [SessionTokens(sessions[0], [0] * few)], 0) > _LONG_MS:
+        context = few
     for session in sessions:
         prefill(engine, session, [0] * context)
     best = [float("inf")] * len(counts)
@@ -41,8 +47,8 @@ def measure_cost(engine: Engine) -> CostCurve:
             shares = [min(width, tokens - first) for first in range(0, tokens, width)]
             batch = [SessionTokens(session, [0] * share) for session, share in zip(sessions, shares, strict=False)]
             best[index] = min(best[index], _step_ms(engine, batch, context))
-            known_ms = _PROPORTIONAL * best[index - 1] if tokens > max(TOKENS) else _LONG_MS
-            if not on_gpu and tokens >= max(TOKENS) and best[index] > min(known_ms, _LONG_MS):
+            known_ms = min(_LONG_MS, _PROPORTIONAL * best[index - 1]) if tokens > max(TOKENS) else _LONG_MS
+            if not on_gpu and tokens >= 8 and best[index] > (_TOO_LONG_MS if tokens < max(TOKENS) else known_ms):
                 del counts[index + 1 :], best[index + 1 :]
         if time.perf_counter() - started > _BUDGET_S and round_ >= on_gpu:
             break
@@ -62,6 +68,4 @@ def _step_ms(engine: Engine, batch: list[SessionTokens], context: int) -> float:
 
 def rising(times: list[float]) -> tuple[float, ...]:
     """Return the times made monotonic: more tokens never cost less, the rest is noise."""
-    for index in range(len(times) - 2, -1, -1):
-        times[index] = min(times[index], times[index + 1])
-    return tuple(times)
+    return tuple(accumulate(reversed(times), min))[::-1]

@@ -102,9 +102,7 @@ class NativeEngine(PagedEngine):
         self.blocks.pool.evict_all()
         self.cache_dtype, model = dtype, self._model
         model.cache_bytes, model.tiled_cache = dtype.itemsize, self._fast == _TILES and dtype == torch.bfloat16
-        multiples = (
-            (32, 16) if model.tiled_cache else (1, 2 * self._library.outrider_lanes())
-        )  # to which dimensions are filled up
+        multiples = (32, 16) if model.tiled_cache else (1, 2 * self._library.outrider_lanes())  # of the dimensions
         # The layers of a block lie together: apart, a step that reaches a new block would clear a large page for each.
         memory = _MappedMemory()
         blocks = (self.capacity_tokens // BLOCK_TOKENS, model.num_layers, model.kv_heads)
@@ -237,10 +235,8 @@ class NativeEngine(PagedEngine):
         alike = [tuple(group) for _, group in groupby(linear.quantized, key=lambda rows: rows.kind)]
         sizes = [sum(len(rows.stored) for rows in group) for group in alike] or [len(linear.weight)]
         biases = [None] * len(sizes) if linear.bias is None else torch.split(linear.bias, sizes)
-        parts = [
-            specs.Linear(*part) for part in zip(torch.split(linear.weight, sizes), biases, alike or [()], strict=True)
-        ]
-        return (_C.Linear * 3)(*(self._linear(part, weights) for part in parts))
+        parts = zip(torch.split(linear.weight, sizes), biases, alike or [()], strict=True)
+        return (_C.Linear * 3)(*(self._linear(specs.Linear(*part), weights) for part in parts))
 
     def _linear(self, linear: specs.Linear, weights: str) -> Any:
         outputs, inputs = linear.weight.shape

@@ -86,9 +86,6 @@ static const struct {
 
 static long row_bytes(int type, int inputs) { return (long)inputs / PACKED[type].inputs * PACKED[type].bytes; }
 
-/* Two outputs in every four bytes, above 0. */
-static int byte_in_tile(int output, int input) { return output / 2 * 2 * BLOCK + input / 2 * 4 + output % 2 * 2 + input % 2; }
-
 static void to_floats(int type, const uint8_t *row, int inputs, float *to) {
     const Format format = FORMATS[PACKED[type].kind];
     if (type == GGML_F32) memcpy(to, row, 4l * inputs);
@@ -163,30 +160,72 @@ static void pack_numbers(const float *row, const Linear *linear, int output) {
     }
 }
 
+/* The low bits of eight bytes, one after the other. */
+INLINE uint32_t low_bits(uint64_t bytes, const int bits) {
+    const uint64_t one = (1ull << bits) - 1, two = (1ull << 2 * bits) - 1, four = (1ull << 4 * bits) - 1;
+    bytes &= one * 0x0101010101010101;
+    bytes = (bytes | bytes >> (8 - bits)) & two * 0x0001000100010001;
+    bytes = (bytes | bytes >> (16 - 2 * bits)) & four * 0x0000000100000001;
+    return (uint32_t)(bytes | bytes >> (32 - 4 * bits));
+}
+
+/* The quants of an output: eight inputs in the 32 bits of an output, or 32 / bits above four: those of inputs j and j + 4 in
+ * its halves. Bytes lie as `byte_at` says. */
+INLINE void in_vectors(const int bits, const uint8_t *whole, uint32_t *quants, uint32_t *above, int lane) {
+    const int more = bits - 4;
+#pragma GCC unroll 4
+    for (int k = 0; k < BLOCK; k += 8) {
+        uint64_t eight;
+        memcpy(&eight, whole + k, 8);
+        if (bits == 8) {
+            quants[k / 4 * UNIT + lane] = (uint32_t)(eight & 0xffff) | (uint32_t)(eight >> 32) << 16;
+            quants[(k / 4 + 1) * UNIT + lane] = (uint32_t)(eight >> 16 & 0xffff) | (uint32_t)(eight >> 48) << 16;
+            continue;
+        }
+        quants[k / 8 * UNIT + lane] = low_bits(eight, 4);
+        if (!more) continue;
+        const uint32_t high = low_bits(eight >> 4, more), first = high & ((1u << 4 * more) - 1), last = high >> 4 * more;
+        above[k * more / 32 * UNIT + lane] |= ((last & ((1u << 4 * more) - 1)) << 16 | first) << k / 2 * more % 16;
+    }
+}
+
+/* For tiles: four outputs in the 16 bits of an input, or 16 / bits above four. Two outputs in every four bytes. */
+INLINE void in_tiles(const int bits, const uint8_t *whole, uint16_t *quants, uint16_t *above, int lane) {
+    const int more = bits - 4;
+    if (bits == 8) {
+        for (int k = 0; k < BLOCK; k += 2) memcpy(quants + lane / 2 * BLOCK + k + lane % 2, whole + k, 2);
+        return;
+    }
+    for (int k = 0; k < BLOCK; k++) quants[lane / 4 * BLOCK + k] |= (uint16_t)((whole[k] & 15) << lane % 4 * 4);
+    for (int k = 0; k < BLOCK && more; k++)
+        above[lane * more / 16 * BLOCK + k] |= (uint16_t)(whole[k] >> 4 << lane * more % 16);
+}
+
 /* A block of 32 inputs of an output, in a unit. */
-static void pack_block(const Decoded *from, const Linear *linear, int output, long block) {
-    const int kind = linear->kind, lane = output % UNIT, tiles = linear->arithmetic == IN_TILES, together = tiles ? 2 : 1;
-    const int more = FORMATS[kind].bits - 4, which = output / UNIT % together; /* bits above four */
+INLINE void pack_block_as(const int kind, const Decoded *from, const Linear *linear, int output, long block) {
+    const int lane = output % UNIT, tiles = linear->arithmetic == IN_TILES, together = tiles ? 2 : 1;
+    const int bits = FORMATS[kind].bits, which = output / UNIT % together;
     char *panel = (char *)linear->weights + output / (UNIT * together) * units_size(kind, blocks_of(linear), together);
     char *unit = panel + unit_at(kind, block, together, which), *head = panel + head_at(kind, block, together, which);
     char *quants = unit + numbers_size(kind), *above = quants + UNIT * BLOCK / 2;
+    uint8_t whole[BLOCK];
     for (int n = 0; n < FORMATS[kind].heads; n++) ((_Float16 *)head)[n * UNIT + lane] = (_Float16)from->heads[n];
     for (int n = 0; n < FORMATS[kind].numbers; n++)
         if (FORMATS[kind].heads) unit[n * UNIT + lane] = (char)from->small[n];
         else ((_Float16 *)unit)[n * UNIT + lane] = (_Float16)from->numbers[n];
-    for (int k = 0; k < BLOCK; k++) {
-        int quant = from->quants[k] + FORMATS[kind].zero, high = quant >> 4;
-        if (FORMATS[kind].bits == 8)
-            quants[(tiles ? byte_in_tile : byte_at)(lane, k)] = (char)(quant + (tiles ? 128 : 0));
-        else if (tiles) { /* four outputs in the 16 bits of an input, or 16 / bits above */
-            int shift = lane * more % 16;
-            quants[lane / 4 * 64 + 2 * k + lane % 4 / 2] |= (char)((quant & 15) << lane % 2 * 4);
-            if (more) above[lane * more / 16 * 64 + 2 * k + shift / 8] |= (char)(high << shift % 8);
-        } else { /* eight inputs in the 32 bits of an output, or 32 / bits above: those of inputs j and j + 4 in its halves */
-            int shift = (k / 8 * 4 + k % 4) * more % 16 + k % 8 / 4 * 16;
-            quants[(k / 8 * UNIT + lane) * 4 + k % 8 / 2] |= (char)((quant & 15) << k % 2 * 4);
-            if (more) above[(k * more / 32 * UNIT + lane) * 4 + shift / 8] |= (char)(high << shift % 8);
-        }
+    for (int k = 0; k < BLOCK; k++)
+        whole[k] = (uint8_t)(from->quants[k] + (bits == 8 && tiles ? 128 : FORMATS[kind].zero));
+    if (tiles) in_tiles(bits, whole, (uint16_t *)quants, (uint16_t *)above, lane);
+    else in_vectors(bits, whole, (uint32_t *)quants, (uint32_t *)above, lane);
+}
+
+static void pack_block(const Decoded *from, const Linear *linear, int output, long block) {
+    switch (linear->kind) {
+    case NIBBLES: pack_block_as(NIBBLES, from, linear, output, block); break;
+    case BYTES: pack_block_as(BYTES, from, linear, output, block); break;
+    case NIBBLES_K: pack_block_as(NIBBLES_K, from, linear, output, block); break;
+    case FIVE_K: pack_block_as(FIVE_K, from, linear, output, block); break;
+    default: pack_block_as(SIX_K, from, linear, output, block);
     }
 }
 

@@ -78,6 +78,20 @@ def test_more_tokens_are_not_computed_once_the_slope_is_known(paced: Callable[..
     assert curve.at(512) == pytest.approx(80.0)
 
 
+def test_a_large_model_on_a_slow_machine_starts_soon(paced: Callable[..., Paced]) -> None:
+    """Its context has fewer tokens, and its curve ends where a step takes a second."""
+    engine = paced(256, "1:400,32:3500")
+    curve = measure_cost(engine)
+    assert curve.rows == (1, 2, 4, 8)
+    assert engine.steps[:2] == [16, 16], "tried, then the context"
+    assert engine.perf_counter() < 10, "24 with the whole context and all steps"
+    assert curve.at(32) == pytest.approx(3500), "with the last slope"
+
+
+def test_eight_tokens_are_measured_however_long_they_take(paced: Callable[..., Paced]) -> None:
+    assert measure_cost(paced(256, "1:2000,32:9000")).rows == (1, 2, 4, 8)
+
+
 @pytest.mark.parametrize(("pace", "rounds"), [("1:10,32:100", 2), ("1:500,32:2000", 1)])
 def test_rounds_end_once_they_have_taken_long(paced: Callable[..., Paced], pace: str, rounds: int) -> None:
     engine = paced(256, pace)
