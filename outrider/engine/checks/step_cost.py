@@ -14,7 +14,7 @@ _MORE_TOKENS = (64, 128, 256, 512)  # the first ones may all take the time in wh
 _GPU_SESSION_TOKENS = 16
 _CONTEXT = 128
 _ROUNDS = 2  # and one on a GPU that captures graphs
-_BUDGET_S = 3.0  # a large model gets fewer rounds, so that its start is not delayed
+_BUDGET_S = (2.0, 6.0)  # on a CPU and on a GPU: a large model gets fewer rounds, so that its start is not delayed
 _FEW = 16  # tokens of the context if they alone take _LONG_MS
 _LONG_MS = 300.0  # nothing is measured after so many tokens as the last of TOKENS that take as long,
 _TOO_LONG_MS = 1000.0  # nor after 8 that take as long,
@@ -35,11 +35,11 @@ def measure_cost(engine: Engine) -> CostCurve:
     counts = [tokens for tokens in (*TOKENS, *_MORE_TOKENS) if tokens <= most]
     width = _GPU_SESSION_TOKENS if on_gpu else most
     sessions = [f"cost {index}" for index in range(-(-counts[-1] // width))]
-    few = min(_FEW, context)
-    if not on_gpu and _step_ms(engine, [SessionTokens(sessions[0], [0] * few)], 0) > _LONG_MS:
+    few = 0 if on_gpu else min(_FEW, context)
+    if few and _step_ms(engine, [SessionTokens(sessions[0], [0] * few)], few) > _LONG_MS:
         context = few
     for session in sessions:
-        prefill(engine, session, [0] * context)
+        prefill(engine, session, [0] * (context - few))
     best = [float("inf")] * len(counts)
     started = time.perf_counter()
     for round_ in range(_ROUNDS + on_gpu):
@@ -50,7 +50,7 @@ def measure_cost(engine: Engine) -> CostCurve:
             known_ms = min(_LONG_MS, _PROPORTIONAL * best[index - 1]) if tokens > max(TOKENS) else _LONG_MS
             if not on_gpu and tokens >= 8 and best[index] > (_TOO_LONG_MS if tokens < max(TOKENS) else known_ms):
                 del counts[index + 1 :], best[index + 1 :]
-        if time.perf_counter() - started > _BUDGET_S and round_ >= on_gpu:
+        if time.perf_counter() - started > _BUDGET_S[on_gpu] and round_ >= on_gpu:
             break
     for session in sessions:
         engine.free(session)
