@@ -94,9 +94,7 @@ class WorkerPool:
         usable = [each for each in self.workers.of(role) if self.usable(each) and fits(each)]
         usable = [each for each in usable if not each.is_silent] or usable
         chosen = next((each for each in usable if each.info.worker_id == prefer), None)
-        if chosen is not None or not usable:
-            return chosen
-        return pick(usable)
+        return pick(usable) if chosen is None and usable else chosen
 
     async def wait_for(
         self, seconds: float, choose: Callable[[], WorkerConnection | None], *, poll_s: float = POLL_S

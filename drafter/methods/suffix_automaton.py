@@ -34,9 +34,7 @@ class _Transitions:
         only = self._only_token[state]
         if only == token:
             return self._only_target[state]
-        if only == _MANY:
-            return self._many[state].get(token, _NOWHERE)
-        return _NOWHERE
+        return self._many[state].get(token, _NOWHERE) if only == _MANY else _NOWHERE
 
     def several(self, state: int) -> dict[int, int]:
         """Return the targets by token of a state with several transitions, else nothing."""

@@ -30,9 +30,7 @@ class TargetNeeds:
         """Return the states to capture from a target of so many layers."""
         if self.final_state:
             return ()
-        if self.state_layers:
-            return self.state_layers
-        return (2, num_layers // 2, num_layers - 3)
+        return self.state_layers or (2, num_layers // 2, num_layers - 3)
 
 
 class PublishedModule(nn.Module):

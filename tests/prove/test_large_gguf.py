@@ -64,6 +64,6 @@ def test_eight_billion_weights(tmp_path: Path) -> None:
         f"{1000 * best['1']:.0f} ms a token, {share:.2f} of what memory allows; "
         f"nine tokens {flatness:.2f} times one"
     )
-    assert loaded_s[1] < 60
+    assert loaded_s[1] < 35
     assert share > 0.5
     assert flatness < 3  # on processors without tiles, where nine tokens are nine times the work

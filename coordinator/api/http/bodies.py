@@ -252,9 +252,7 @@ class CompletionBody(GenerationBody):
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
 
     @property
     def limit(self) -> int:

@@ -74,13 +74,13 @@ def overhead(
 
 
 def _rounds(client: Client, rounds: int, gamma: int) -> TimedOutput:
-    """Generate for this number of rounds, one chunk each; again if the session ends before its drafter guesses."""
+    """Generate for this number of rounds, one chunk each; again if the drafter comes too late for half of them."""
     params = SamplingParams(temperature=0.0, max_tokens=rounds * (gamma + 1), ignore_eos=True)
     for _ in range(_TRIES):
         output = timed(client.generate(tokens=[1, 2, 3], params=params, gamma=gamma))
-        if gamma == 0 or output.finished.stats.mean_draft_ms > 0:
+        if output.finished.stats.draft_tokens >= rounds * gamma / 2:
             return output
-    raise OutriderError(f"{_TRIES} sessions had no guess before they ended", limit="more --rounds")
+    raise OutriderError(f"{_TRIES} sessions had few guesses or none before they ended")
 
 
 def _row(name: str, output: TimedOutput) -> Row:

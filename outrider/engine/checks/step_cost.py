@@ -17,8 +17,8 @@ _ROUNDS = 2  # and one on a GPU that captures graphs
 _BUDGET_S = (2.0, 6.0)  # on a CPU and on a GPU: a large model gets fewer rounds, so that its start is not delayed
 _FEW = 16  # tokens of the context if they alone take _LONG_MS
 _LONG_MS = 300.0  # nothing is measured after so many tokens as the last of TOKENS that take as long,
-_TOO_LONG_MS = 1000.0  # nor after 8 that take as long,
-_PROPORTIONAL = 1.7  # nor after a step that takes as many times as long as half of its tokens: the slope is known
+_PROPORTIONAL = 1.7  # nor after more of them that take as many times as long as half of them: the slope is known.
+_TOO_LONG_MS = 1000.0  # Where it is known from 8 tokens or more, nothing is measured after a step as long.
 
 
 def measure_cost(engine: Engine) -> CostCurve:
@@ -28,33 +28,40 @@ def measure_cost(engine: Engine) -> CostCurve:
     context = min(_CONTEXT, (room - max(TOKENS)) // 2)
     if context < 1:
         return UNKNOWN_COST
-    most = room - context
-    if on_gpu:
-        blocks = blocks_for(context + _GPU_SESSION_TOKENS)
-        most = _GPU_SESSION_TOKENS * max(1, engine.capacity_tokens // (blocks * BLOCK_TOKENS))
+    session_room = BLOCK_TOKENS * blocks_for(context + _GPU_SESSION_TOKENS)
+    most = _GPU_SESSION_TOKENS * max(1, engine.capacity_tokens // session_room) if on_gpu else room - context
     counts = [tokens for tokens in (*TOKENS, *_MORE_TOKENS) if tokens <= most]
-    width = _GPU_SESSION_TOKENS if on_gpu else most
+    width = _GPU_SESSION_TOKENS if on_gpu else most  # of a session
     sessions = [f"cost {index}" for index in range(-(-counts[-1] // width))]
     few = 0 if on_gpu else min(_FEW, context)
     if few and _step_ms(engine, [SessionTokens(sessions[0], [0] * few)], few) > _LONG_MS:
         context = few
     for session in sessions:
         prefill(engine, session, [0] * (context - few))
-    best = [float("inf")] * len(counts)
+    best = dict.fromkeys(counts, float("inf"))
     started = time.perf_counter()
     for round_ in range(_ROUNDS + on_gpu):
         for index, tokens in enumerate(counts):
             shares = [min(width, tokens - first) for first in range(0, tokens, width)]
             batch = [SessionTokens(session, [0] * share) for session, share in zip(sessions, shares, strict=False)]
-            best[index] = min(best[index], _step_ms(engine, batch, context))
-            known_ms = min(_LONG_MS, _PROPORTIONAL * best[index - 1]) if tokens > max(TOKENS) else _LONG_MS
-            if not on_gpu and tokens >= 8 and best[index] > (_TOO_LONG_MS if tokens < max(TOKENS) else known_ms):
-                del counts[index + 1 :], best[index + 1 :]
+            if _is_last(engine, batch, context, best, tokens):
+                del counts[index + 1 :]
         if time.perf_counter() - started > _BUDGET_S[on_gpu] and round_ >= on_gpu:
             break
     for session in sessions:
         engine.free(session)
-    return CostCurve(tuple(counts), rising(best))
+    return CostCurve(tuple(counts), rising([best[tokens] for tokens in counts]))
+
+
+def _is_last(engine: Engine, batch: list[SessionTokens], context: int, best: dict[int, float], tokens: int) -> bool:
+    """Time a step. Return whether no step of more tokens needs to be measured."""
+    for _ in range(2):  # a single long step may be a stall
+        best[tokens] = ms = min(best[tokens], _step_ms(engine, batch, context))
+        linear = ms > _PROPORTIONAL * best.get(tokens // 2, ms)
+        known = linear and (tokens > max(TOKENS) or (tokens >= 8 and ms > _TOO_LONG_MS))
+        if engine.device.type == "cuda" or not (known or (tokens >= max(TOKENS) and ms > _LONG_MS)):
+            return False
+    return True
 
 
 def _step_ms(engine: Engine, batch: list[SessionTokens], context: int) -> float:

@@ -214,10 +214,8 @@ class NativeEngine(PagedEngine):
         """Return scratch memory and its address. It is never released: fresh memory and new tensors take long."""
         if (name, height) not in self._buffers:
             with torch.inference_mode():
-                if height & (height - 1):  # part of the next power of two
-                    whole, _ = self._buffer(name, 1 << height.bit_length(), width)
-                else:
-                    whole = torch.empty(height, width)
+                part = height & (height - 1)  # of the next power of two
+                whole = self._buffer(name, 1 << height.bit_length(), width)[0] if part else torch.empty(height, width)
                 self._buffers[name, height] = whole[:height], whole.data_ptr()
         return self._buffers[name, height]
 

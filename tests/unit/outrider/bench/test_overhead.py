@@ -17,25 +17,25 @@ from outrider.protocol.speculation import FinishReason
 from outrider.protocol.statistics import GenerationStats
 
 
-def session(draft_ms: float) -> list[Finished]:
-    return [Finished("", FinishReason.LENGTH, "", 3, 100, GenerationStats(mean_draft_ms=draft_ms))]
+def session(draft_tokens: int) -> list[Finished]:
+    return [Finished("", FinishReason.LENGTH, "", 3, 100, GenerationStats(draft_tokens=draft_tokens))]
 
 
 def test_rounds_are_those_of_a_session_that_had_its_drafter() -> None:
-    ended: list[Any] = [session(0.0), session(0.0), session(0.3), session(0.5)]
+    ended: list[Any] = [session(0), session(199), session(200), session(400)]
     client = Mock(Client, generate=Mock(side_effect=ended))
     assert _rounds(client, 100, 4).finished == ended[2][0]
     assert client.generate.call_count == 3
 
 
 def test_plain_steps_need_no_drafter() -> None:
-    client = Mock(Client, generate=Mock(side_effect=[session(0.0)]))
-    assert _rounds(client, 100, 0).finished.stats.mean_draft_ms == 0
+    client = Mock(Client, generate=Mock(side_effect=[session(0)]))
+    assert _rounds(client, 100, 0).finished.stats.draft_tokens == 0
 
 
 def test_no_drafter_at_all_is_an_error() -> None:
-    client = Mock(Client, generate=Mock(side_effect=lambda **_: session(0.0)))
-    with pytest.raises(OutriderError, match="had no guess before they ended"):
+    client = Mock(Client, generate=Mock(side_effect=lambda **_: session(0)))
+    with pytest.raises(OutriderError, match="had few guesses or none"):
         _rounds(client, 100, 4)
 
 

@@ -28,6 +28,7 @@ class Paced(EngineWrapper):
         self._pace, self._logits_ms = parse_pace(pace), logits_ms
         self._now = 0.0
         self.steps: list[int] = []  # their tokens
+        self.stalls = -1  # the number of a step that takes two seconds more
 
     def perf_counter(self) -> float:
         return self._now
@@ -36,6 +37,7 @@ class Paced(EngineWrapper):
         self.steps.append(sum(len(new.tokens) for new in batch))
         logits = sum(len(new.tokens) - (new.logits_from or 0) for new in batch)
         self._now += (self._pace.at(self.steps[-1]) + logits * self._logits_ms) / 1000
+        self._now += 2 * (len(self.steps) - 1 == self.stalls)
         return self.inner.extend(batch)
 
 
@@ -78,18 +80,36 @@ def test_more_tokens_are_not_computed_once_the_slope_is_known(paced: Callable[..
     assert curve.at(512) == pytest.approx(80.0)
 
 
+SLOW = "1:350,2:440,4:700,8:1280,32:5000"
+
+
 def test_a_large_model_on_a_slow_machine_starts_soon(paced: Callable[..., Paced]) -> None:
-    """Its context has fewer tokens, and its curve ends where a step takes a second."""
-    engine = paced(256, "1:400,32:3500")
+    """Its context has fewer tokens, and its curve ends where a step takes a second and the slope is known."""
+    engine = paced(256, SLOW)
     curve = measure_cost(engine)
     assert curve.rows == (1, 2, 4, 8)
-    assert engine.steps == [16, 1, 2, 4, 8], "the context, and one round"
-    assert engine.perf_counter() < 5, "24 with the whole context and all steps"
-    assert curve.at(32) == pytest.approx(3500), "with the last slope"
+    assert engine.steps == [16, 1, 2, 4, 8, 8], "the context, and one round, with its last step again"
+    assert curve.at(32) == pytest.approx(4760), "with the last slope"
 
 
-def test_eight_tokens_are_measured_however_long_they_take(paced: Callable[..., Paced]) -> None:
-    assert measure_cost(paced(256, "1:2000,32:9000")).rows == (1, 2, 4, 8)
+def test_a_slow_step_says_nothing_of_more_tokens_while_they_cost_nothing(paced: Callable[..., Paced]) -> None:
+    curve = measure_cost(paced(256, "1:1200,16:1200,32:2400"))
+    assert curve.rows == TOKENS
+    assert curve.at(64) == pytest.approx(4800)
+
+
+def test_other_models_have_the_whole_context(paced: Callable[..., Paced]) -> None:
+    engine = paced(256, "1:10,16:250,32:500")
+    assert measure_cost(engine).rows == TOKENS
+    assert engine.steps[:2] == [16, 112 - 16], "what fits beside 32 tokens"
+
+
+def test_a_stall_ends_no_curve(paced: Callable[..., Paced]) -> None:
+    engine = paced(256, "1:10,32:20")
+    engine.stalls = 5  # the first step of eight tokens, after two of the context and three shorter ones
+    curve = measure_cost(engine)
+    assert curve.rows == (*TOKENS, 64, 128)
+    assert curve.ms[3] < 13
 
 
 @pytest.mark.parametrize(("pace", "rounds"), [("1:10,32:100", 2), ("1:500,32:2000", 1)])
