@@ -25,6 +25,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from outrider.engine.cuda import decoder
+from outrider.engine.cuda.step_inputs import StepInputs
+from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.speculation import noise, triton_race
 
 CUDA = torch.device("cuda", 0)
@@ -86,6 +89,7 @@ class EmulatedDevice:
 
     def __init__(self) -> None:
         self.counts = Counts()
+        self.waits = 0  # synchronisations since the start
         self.free_bytes = 1 << 30  # what code is told
         self.captured: list[tuple[Any, ...]] | None = None  # the operations since a capture began
         self.making = False  # tensors made now are the device's
@@ -112,6 +116,7 @@ class EmulatedDevice:
         if self.captured is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {cause}")
         self.counts.syncs[cause] += 1
+        self.waits += 1
 
     def copied(self, source: torch.Tensor, there: bool, non_blocking: bool) -> None:
         """Count a copy between host and device, to the device if `there`."""
@@ -290,10 +295,10 @@ class _Event:
         self._recorded_at: int | None = None
 
     def record(self, _stream: object = None) -> None:
-        self._recorded_at = self._device.counts.syncs.total()
+        self._recorded_at = self._device.waits
 
     def synchronize(self) -> None:
-        if self._recorded_at == self._device.counts.syncs.total():
+        if self._recorded_at == self._device.waits:
             self._device.wait("event")
 
 
@@ -336,24 +341,29 @@ def _capture(device: EmulatedDevice, graph: _Graph) -> Iterator[None]:
 
 
 class _Kernels:
-    """In place of the module of Triton kernels: the same race in torch's functions, with the launches of Triton's."""
+    """In place of the modules of Triton kernels: the same in torch's functions, with the launches of Triton's."""
 
     def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
 
-    def run_race(
-        self,
-        logits: torch.Tensor,
-        states: torch.Tensor,
-        temperature: torch.Tensor,
-        least: torch.Tensor,
-        winners: torch.Tensor,
-    ) -> None:
-        if not all(map(self._device.holds, (logits, states, temperature, least, winners))):
-            raise DeviceMismatch("the race got tensors of the host")
-        self._device.counts.launches["race"] += 1
-        with self._device.doing(moving=True):
-            race_in_parts(logits, states, temperature, least, winners)
+    def run_race(self, *tensors: torch.Tensor) -> None:
+        self._launch(race_in_parts, 1, tensors)
+
+    def place(self, *arguments: Any) -> None:
+        self._launch(place_in_torch, 1, arguments)
+
+    def attend(self, queries: torch.Tensor, cache: torch.Tensor, inputs: StepInputs, *more: Any) -> None:
+        launches = 2 * bool(len(inputs.items)) + bool(len(inputs.whole_items))
+        self._launch(attend_in_torch, launches, (queries, cache, inputs, *more))
+
+    def _launch(self, kernel: Callable[..., None], launches: int, arguments: Sequence[Any]) -> None:
+        if not all(self._device.holds(each) for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)):
+            raise DeviceMismatch("a kernel got tensors of the host")
+        self._device.counts.launches[kernel.__name__] += launches
+        if self._device.captured is not None:
+            self._device.captured.append((kernel, arguments, {}, None))
+        with self._device.doing(moving=True), torch._C.DisableTorchFunction():
+            kernel(*arguments)
 
 
 def race_in_parts(
@@ -373,6 +383,91 @@ def race_in_parts(
         best = times.min(dim=1)
         least[:, part] = best.values
         winners[:, part] = torch.where(best.values < float("inf"), ids[best.indices], 0)
+
+
+def place_in_torch(
+    qkv: torch.Tensor,
+    queries: torch.Tensor,
+    cache: torch.Tensor,
+    inputs: StepInputs,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    rotated: int,
+) -> None:
+    """Compute in torch's functions what the Triton kernel before attention computes."""
+    tokens, heads, dim = queries.shape
+    rotating = heads + len(cache) // 2
+    if rotation is not None:
+        swap = torch.cat([torch.arange(rotated).roll(rotated // 2), torch.arange(rotated, dim)])
+        cosines, sines = (each[inputs.positions[:tokens]][:, None].float() for each in rotation)
+        part = qkv[:, :rotating].float()
+        qkv[:, :rotating] = part * cosines + part[:, :, swap] * sines
+    queries.copy_(qkv[:, :heads])
+    new = qkv[:, heads:].nan_to_num() if cache.dtype == torch.float16 else qkv[:, heads:]
+    cache[:, inputs.slots[:tokens]] = new.transpose(0, 1)
+
+
+def attend_in_torch(
+    queries: torch.Tensor,
+    cache: torch.Tensor,
+    inputs: StepInputs,
+    out: torch.Tensor,
+    scale: float,
+    cap: float,
+    window: int | None,
+    flags: torch.Tensor | None,
+    reached: torch.Tensor,
+) -> None:
+    """Compute in torch's functions what the Triton kernels of attention compute, item by item."""
+    kv_heads, dim = len(cache) // 2, queries.shape[2]
+    positions, links, pages = inputs.positions, inputs.links, inputs.pages
+    for whole, items in ((False, inputs.items), (True, inputs.whole_items)):
+        for lane, low, high, place in items[: int(inputs.num_items[int(whole)])].tolist():
+            token, first, live, base, count, page, link, _ = inputs.lanes[lane].tolist()
+            index = torch.arange(low, high)
+            slots = pages[page + index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
+            new, own = index - base, first + torch.arange(live)[:, None]
+            linked = new <= own
+            if link >= 0:
+                linked = links[link + own * count + new.clamp(min=0)].bool()
+            visible = (new < 0) | linked
+            if window is not None:
+                at = torch.where(new < 0, index, positions[token - first + new.clamp(min=0)])
+                visible &= at > positions[token : token + live, None] - window
+            keys, values = cache[:, slots].float().view(2, kv_heads, 1, len(index), dim)
+            query = queries[token : token + live].float().view(live, kv_heads, -1, dim).permute(1, 2, 0, 3)
+            scores = query @ keys.transpose(2, 3) * scale
+            scores = torch.tanh(scores / cap) * cap if cap else scores
+            scores = scores.masked_fill(~visible, -1e30)  # [kv heads, group, tokens, keys]
+            top = scores.amax(dim=3)
+            weights = torch.exp(scores - top[..., None]).masked_fill(~visible, 0)
+            hit = (visible & flags[slots].bool()).any(dim=1) if flags is not None else torch.zeros(live)
+            total, sums = weights.sum(dim=3), weights.to(cache.dtype).float() @ values
+            total, top, sums = (
+                each.flatten(0, 1).transpose(0, 1) for each in (total, top, sums)
+            )  # [tokens, heads, ...]
+            if whole:
+                out[token : token + live] = sums / total[..., None]
+                if flags is not None:
+                    reached[token : token + live] = hit.to(reached.dtype)
+            else:
+                inputs.parts[place : place + live] = sums
+                inputs.stats[place : place + live] = torch.stack((top, total, hit[:, None].expand_as(top)), dim=2)
+    for token, (begin, step, num) in enumerate(inputs.joins[: len(out)].tolist()):
+        if num:
+            of = begin + torch.arange(num) * step
+            tops, totals, hits = inputs.stats[of].unbind(dim=2)  # [ranges, heads] each
+            weights = torch.exp(tops - tops.amax(dim=0))
+            joined = (weights[..., None] * inputs.parts[of]).sum(dim=0)
+            out[token] = joined / (weights * totals).sum(dim=0)[:, None]
+            if flags is not None:
+                reached[token] = int(hits.max())
+
+
+class KernelsInTorch:
+    """In place of the module of Triton kernels on a CPU without them."""
+
+    place = staticmethod(place_in_torch)
+    attend = staticmethod(attend_in_torch)
 
 
 @contextlib.contextmanager
@@ -404,6 +499,7 @@ def emulated_cuda() -> Iterator[EmulatedDevice]:
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch, "autocast", lambda kind, *args, **more: autocast("cpu", *args, **more))
-        patch.setattr(triton_race, "_kernels", lambda: _Kernels(device))
+        for module in (triton_race, decoder):
+            patch.setattr(module, "_kernels", lambda: _Kernels(device))
         with _Operations(device), _Functions(device):
             yield device

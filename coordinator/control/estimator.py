@@ -145,6 +145,7 @@ class PairEstimate:
         self.ratios = ThroughputRatios(history.paces)
         self.lend(history.gained)
         self.checked = 0  # verdicts with guesses
+        self._late = 0  # waits in a row that ended before a guess came
 
     def lend(self, gained: float, own: float = 0.0) -> None:
         """Begin with a credit, less the debt that earlier sessions have left. No session may lose all they gained."""
@@ -166,6 +167,12 @@ class PairEstimate:
         if depth and draft_us and not self.reads:  # a guess that is split over messages reports its time with the first
             self.add(self.level_ms if tree else self.draft_ms, draft_us / 1000 / depth)
 
+    def observe_late_draft(self, depth: int, waited_us: int, *, tree: bool) -> None:
+        """Record that a guess without a network took longer than this: its own time comes with a guess in time."""
+        self._late += 1
+        if self._late > BEGINNING:  # before, the drafter may read the prompt
+            self.add(self.level_ms if tree else self.draft_ms, waited_us / 1000 / depth)
+
     def add(self, mean: DecayedMean, ms: float) -> None:
         """Add a time. Without a network, what takes much longer than usual was delayed by other load."""
         mean.add(min(ms, 2.0 * mean.value) if self.direct and mean.known else ms)
@@ -178,6 +185,7 @@ class PairEstimate:
         if due:
             self.proposal_rate.add(proposed > 0)
         self.checked += proposed > 0
+        self._late *= not proposed
         for i in range(min(accepted + 1, proposed, len(self._accepted))):
             # The verdict does not report which tokens came from a branch. The last ones are the likeliest:
             # what follows a branch is drafted last.

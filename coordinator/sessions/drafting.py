@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import structlog
 
 from coordinator.control.drafter_selection import DrafterSelection
-from coordinator.control.estimator import READING, BestDrafter, Estimator, PairEstimate
+from coordinator.control.estimator import READING, TIMED_OUT, BestDrafter, Estimator, PairEstimate
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.throughput_model import PLAIN
 from coordinator.persistence.pair_history import PairHistoryStore
@@ -131,9 +131,7 @@ class Drafting:
             if drafter.joined:
                 tally = tallies.get(drafter.source, SourceTally(drafter.source, 0, 0))
                 if drafter.direct:
-                    depth, spent_us = verdict.proposed + DIRECT_START, verdict.timings.draft_us
-                    drafter.pair.observe_draft(depth, spent_us, tree=drafter.plan.branches > 1)
-                    self._stats.record_guessed(drafter.source, tally.proposed, spent_us)
+                    self._observe_direct(drafter, verdict, tally.proposed)
                 expected = drafter.plan.gamma > 0 and (awaited or drafter.source in tallies)
                 drafter.pair.observe_verdict(tally.proposed, tally.accepted, due=expected)
                 drafter.limits.reward(tally.accepted)
@@ -153,6 +151,15 @@ class Drafting:
             self._histories[best.source].read(tokens, best.pair, self._estimator.pair, alone=self._sources == 1)
         due = self.control.due or len(self._attached) > 1 or self._resting != self.control.resting
         (self._steer if due else self._forward_pass)()
+
+    def _observe_direct(self, drafter: DrafterStream, verdict: Verdict, proposed: int) -> None:
+        """Learn how long a drafter without a network took, or took longer than."""
+        timings, tree = verdict.timings, drafter.plan.branches > 1
+        drafter.pair.observe_draft(verdict.proposed + DIRECT_START, timings.draft_us, tree=tree)
+        self._stats.record_guessed(drafter.source, proposed, timings.draft_us)
+        late = 0.0 < TIMED_OUT * self.control.wait_timeout_ms <= timings.wait_us / 1000
+        if late and drafter.plan.gamma and not verdict.proposed:
+            drafter.pair.observe_late_draft(drafter.plan.gamma + DIRECT_START, timings.wait_us, tree=tree)
 
     def receive(self, reply: Refusal | EarlierReply) -> None:
         """Detach the drafter whose guess the verifier refused, or whose projection it lacks; pass earlier states on."""

@@ -28,7 +28,7 @@ _APART: dict[str, tuple[Sequence[str], int]] = {
     "lines of priorities and deadlines": (("coordinator/admission/waiting/",), 370),
     "lines of placement": (("coordinator/placement/",), 160),
     "lines of multiplexed streams": ((_MULTIPLEX,), 760),
-    "lines of Triton kernels": (("outrider/speculation/triton_",), 300),
+    "lines of Triton kernels": (("outrider/speculation/triton_", "outrider/engine/cuda/triton_"), 300),
     "lines of kinds of text": (("coordinator/sessions/text_kinds/",), 170),
     "lines of earlier hidden states": (("/earlier_states", "hidden_states/received"), 350),
     "lines of hidden states": (("/hidden_states",), 1_100),

@@ -1,4 +1,4 @@
-"""What the engine of fixed shapes adds: buckets, padding that changes nothing, steps of any size, many sessions."""
+"""What the CUDA engine adds: graphs by number of tokens, padding that changes nothing, steps of any size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import MistralForCausalLM as Mistral
 
 from outrider.engine import SessionTokens
 from outrider.engine.cuda import engine as engines
-from outrider.engine.cuda.engine import CudaGraphEngine, GraphShape
+from outrider.engine.cuda.engine import CudaGraphEngine
 from outrider.engine.interface import prefill
 from outrider.engine.model_spec import build_spec
 from outrider.protocol.fleet import ModelInfo
@@ -58,40 +58,33 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("batch", "shape"),
-    [
-        ([1], GraphShape(1, 1, 256)),
-        ([3], GraphShape(1, 4, 256)),
-        ([16], GraphShape(1, 16, 256)),
-        ([64], GraphShape(1, 64, 256)),
-        ([1, 5, 2], GraphShape(4, 8, 256)),
-        ([4] * 16, GraphShape(16, 4, 256)),
-    ],
+    ("batch", "tokens"), [([1], 1), ([3], 4), ([16], 16), ([64], 64), ([1, 5, 2], 8), ([4] * 16, 64), ([5] * 13, 96)]
 )
-def test_a_step_runs_in_the_next_bucket(batch: list[int], shape: GraphShape) -> None:
+def test_a_step_runs_in_the_next_graph(batch: list[int], tokens: int) -> None:
     graphs = llama()
     graphs.extend([SessionTokens(str(i), TOKENS[:count]) for i, count in enumerate(batch)])
-    assert list(graphs.buckets) == [shape]
+    assert list(graphs.graphs) == [(tokens, ())]
 
 
-@pytest.mark.parametrize(("cached", "context"), [(255, 256), (256, 512), (511, 512), (512, 1024)])
-def test_contexts_have_buckets_too(cached: int, context: int) -> None:
+def test_the_context_does_not_choose_the_graph() -> None:
     graphs = llama()
-    prefill(graphs, "s", TOKENS[:cached])
-    graphs.extend([SessionTokens("s", TOKENS[:1])])
-    assert list(graphs.buckets) == [GraphShape(1, 1, context)]
+    for cached in (255, 2100):
+        prefill(graphs, "s", TOKENS[:cached])
+        graphs.extend([SessionTokens("s", TOKENS[:1])])
+        graphs.free("s")
+    assert {tokens for tokens, _ in graphs.graphs} == {1, 64}  # 64: the end of the second prompt
 
 
-@pytest.mark.parametrize("batch", [[65], [600], [100, 1, 2], [5] * 13])
-def test_steps_of_many_rows_run_without_a_bucket(batch: list[int]) -> None:
+@pytest.mark.parametrize("batch", [[65], [600], [100, 1, 2], [20] * 26])
+def test_prompts_and_large_steps_run_without_a_graph(batch: list[int]) -> None:
     graphs = llama()
     graphs.extend([SessionTokens(str(i), TOKENS[:count]) for i, count in enumerate(batch)])
-    assert list(graphs.buckets) == []
+    assert list(graphs.graphs) == []
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_long_contexts_answer_as_the_model_does(name: str) -> None:
-    """Beyond a window, over more than one share of the context, in a bucket and without one."""
+    """Beyond a window, over more than one range of the context, with a graph and without one."""
     model = seeded(MODELS[name])
     with torch.no_grad():
         truth = model(torch.tensor([TOKENS])).logits[0]
@@ -103,7 +96,7 @@ def test_long_contexts_answer_as_the_model_does(name: str) -> None:
     assert near(graphs.extend([tree]).logits[0][1:], truth[1908:1911])
     graphs.compact("s", 1908, [1, 2, 3])
     assert near(graphs.extend([SessionTokens("s", TOKENS[1911:2011])]).logits[0], truth[1911:2011])
-    assert list(graphs.buckets) == [GraphShape(1, 8, 2048), GraphShape(1, 4, 2048)]
+    assert list(graphs.graphs) == [(8, ()), (4, ())]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -121,30 +114,18 @@ def test_others_and_padding_change_nothing(name: str) -> None:
         assert near(graphs.extend([*batch, rows]).logits[-1], wanted)
 
 
-def test_sessions_that_do_not_fit_together_attend_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run() -> list[torch.Tensor]:
-        graphs = llama()
-        for i in range(6):
-            prefill(graphs, str(i), TOKENS[i : 50 * i + 1 + i])
-        return graphs.extend([SessionTokens(str(i), TOKENS[:3], logits_from=i % 3) for i in (3, 0, 5, 1, 4, 2)]).logits
-
-    wanted = [logits.clone() for logits in run()]
-    monkeypatch.setattr(engines, "_MAX_COPIED_BYTES", 200_000)
-    assert all(near(found, logits) for found, logits in zip(run(), wanted, strict=True))
-
-
 def test_what_a_step_left_does_not_reach_the_next() -> None:
-    """A bucket's inputs are written again and again: a tree, many sessions, then one row."""
+    """The inputs are written again and again: a tree, many sessions, then few tokens."""
     graphs, fresh = llama(), llama()
     graphs.extend([SessionTokens("a", TOKENS[:4], (-1, 0, 0, 2)), SessionTokens("b", TOKENS[:3])])
     graphs.extend([SessionTokens("b", TOKENS[3:7]), SessionTokens("a", [1])])
     found = graphs.extend([SessionTokens("b", TOKENS[7:9]), SessionTokens("c", TOKENS[:1], logits_from=1)]).logits
-    assert list(graphs.buckets) == [GraphShape(2, 4, 256), GraphShape(2, 2, 256)]
+    assert list(graphs.graphs) == [(8, ()), (4, ())]
     assert near(found[0], fresh.extend([SessionTokens("b", TOKENS[:9], logits_from=7)]).logits[0])
     assert found[1].shape == (0, VOCAB)
 
 
-def test_a_bucket_without_a_graph_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_capture_fails_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     def no_memory() -> None:
@@ -161,12 +142,12 @@ def test_a_bucket_without_a_graph_still_answers(monkeypatch: pytest.MonkeyPatch)
     assert said == ["graph capture failed, steps are slower"]
 
 
-def test_the_buckets_used_longest_ago_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_MAX_BUCKETS", 2)
+def test_the_graphs_used_longest_ago_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_MAX_GRAPHS", 2)
     graphs = llama()
     for rows in (1, 2, 1, 8):
         graphs.extend([SessionTokens("s", TOKENS[:rows])])
-    assert [shape.tokens for shape in list(graphs.buckets)] == [1, 8]
+    assert [tokens for tokens, _ in graphs.graphs] == [1, 8]
 
 
 def test_plans_share_memory_with_their_model() -> None:
