@@ -15,8 +15,8 @@ SPECULATORS := $(VLLM_VENV)/.speculators
 VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -W default tests/vllm
 # A status above 128: a library crashed.
 SHOW_CRASH = || { status=$$?; [ $$status -lt 128 ] || head -n 20 $(VLLM_VENV)/crash-$(1).txt; exit $$status; }
-# Triton comes with vLLM, so the kernel of the sampler is tested beside the newer runner.
-KERNEL_TESTS = tests/unit/outrider/speculation/test_triton_race.py
+# Triton comes with vLLM, so its kernels are tested beside the newer runner.
+KERNEL_TESTS = tests/unit/outrider/speculation/test_triton_race.py tests/unit/outrider/engine/cuda/test_attention.py
 V2 = VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1
 CLIENTS_VENV := .venv-clients
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed

@@ -52,7 +52,7 @@ LLAMA_8B = LlamaConfig(
     max_position_embeddings=8192,
     tie_word_embeddings=False,
 )
-_8B_NEEDS = 28 << 30  # bytes: weights, a cache, and scratch
+_8B_NEEDS = 44 << 30  # bytes: weights, a cache, and scratch
 
 
 def test_noise_has_the_same_bits_as_on_the_cpu() -> None:
@@ -234,12 +234,12 @@ def test_one_stream_is_several_times_as_fast_as_eager() -> None:
 def test_verifying_costs_what_one_token_costs() -> None:
     """At the speed of the memory that the weights are read from."""
     if torch.cuda.mem_get_info()[0] < _8B_NEEDS:
-        pytest.skip("needs 28 GiB of free GPU memory")
+        pytest.skip("needs 44 GiB of free GPU memory")
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(LLAMA_8B, dtype=torch.bfloat16).eval()
     read = sum(weight.nbytes for name, weight in model.named_parameters() if "embed" not in name)
-    engine = graphs_of(model, 16_384)
+    engine = graphs_of(model, 150_000)
     per_ms = bytes_per_ms()
     floor = read / per_ms
     for context in (200, 1900, 7000):
@@ -249,8 +249,9 @@ def test_verifying_costs_what_one_token_costs() -> None:
         if context == 200:
             assert times[8] <= 1.15 * times[1]
             assert times[1] <= 1.3 * floor
-    many = {sessions: many_ms(engine, sessions) for sessions in (1, 4, 16)}
-    print("8B, 4 rows each after 400 tokens, ms by sessions:", {k: round(v, 2) for k, v in many.items()})
+    for tokens in (1, 5, 9):
+        many = {sessions: round(many_ms(engine, sessions, tokens), 2) for sessions in (1, 8, 32, 128)}
+        print(f"8B, {tokens} tokens of each session after 1000, ms by sessions: {many}")
 
 
 def bytes_per_ms() -> float:
@@ -259,15 +260,15 @@ def bytes_per_ms() -> float:
     return block.nbytes / milliseconds(lambda: block[1].copy_(block[0]), 20)
 
 
-def many_ms(engine: Engine, sessions: int) -> float:
+def many_ms(engine: Engine, sessions: int, tokens: int) -> float:
     names = [str(i) for i in range(sessions)]
     for name in names:
-        prefill(engine, name, [3] * 400)
+        prefill(engine, name, [3] * 1000)
 
     def act() -> None:
-        engine.extend([SessionTokens(name, [2] * 4) for name in names])
+        engine.extend([SessionTokens(name, [2] * tokens) for name in names])
         for name in names:
-            engine.truncate(name, 400)
+            engine.truncate(name, 1000)
 
     taken = milliseconds(act, 20)
     for name in names:

@@ -15,14 +15,17 @@ import torch
 from torch.nn import functional
 
 from outrider.engine.cuda.step_inputs import StepInputs
-from outrider.engine.model_spec import Cosines, Layer, Linear, ModelSpec, Norm
+from outrider.engine.model_spec import Cosines, Layer, Linear, ModelSpec, Norm, UnsupportedModel
 from outrider.speculation.noise import to_device
 
 
 @functools.cache
 def _kernels() -> Any:
     """Import the launchers of kernels. The module needs Triton at import."""
-    return importlib.import_module("outrider.engine.cuda.attention")
+    try:
+        return importlib.import_module("outrider.engine.cuda.attention")
+    except ImportError as error:
+        raise UnsupportedModel(f"its kernels need Triton: {error}") from error
 
 
 class Decoder:

@@ -49,7 +49,7 @@ class CudaGraphEngine(PagedEngine):
         most = max(_CAPTURED)
         pages = capacity // BLOCK_TOKENS + most
         self._inputs = self._make_inputs(InputSizes(most, 8 * most, 0, 8 * most, pages, 8 * most))
-        self._logits = self._make_logits(most)
+        self._logits = spec.head.weight.new_empty((most, len(spec.head.weight)))
         self.graphs: dict[GraphKey, Graph] = {}  # the last used last
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ class CudaGraphEngine(PagedEngine):
         if not layout.sizes.fit(self._inputs.sizes):
             inputs = self._make_inputs(layout.sizes)
             inputs.send(layout)
-            logits = self._make_logits(step.num_logits)
+            logits = self._logits.new_empty((step.num_logits, self._logits.shape[1]))
             return logits, self._decoder.run(inputs, layout.sizes.tokens, len(step.outputs), step.layers, logits)
         tokens = next(each for each in _CAPTURED if each >= layout.sizes.tokens)
         graph = self._graph_of((tokens, step.layers))
@@ -84,10 +84,6 @@ class CudaGraphEngine(PagedEngine):
 
     def _make_inputs(self, sizes: InputSizes) -> StepInputs:
         return StepInputs(sizes, self._blocks, self._spec.heads, self._spec.head_dim, self._scratch, self.device)
-
-    def _make_logits(self, rows: int) -> torch.Tensor:
-        weight = self._spec.head.weight
-        return weight.new_empty((rows, len(weight)))
 
     def _graph_of(self, key: GraphKey) -> Graph:
         graph = self.graphs.pop(key, None)

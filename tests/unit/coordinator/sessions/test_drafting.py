@@ -22,7 +22,7 @@ from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import VerifySteering
+from outrider.protocol.speculation import TokenKind, Verdict, VerifySteering, VerifyTimings
 from outrider.speculation.tree import GuessTree
 from outrider.v1 import common_pb2 as common
 
@@ -198,4 +198,27 @@ async def test_a_drafter_that_leaves_owes_its_reading_where_it_took_the_verifier
     assert histories.reading == reading
     assert not drafting._attached
     assert not drafting._histories
+    await session.connection.close()
+
+
+async def test_drafts_that_always_come_too_late_make_the_waits_longer() -> None:
+    """Without a network, the time of a draft comes with its guesses alone; no guess came with this verdict."""
+    session = Session([10])
+    session.pair.link(trust=False)
+    session.drafter.plan, control = SpeculationPlan(gamma=2), session.drafting.control
+    known = []
+    for wait_ms in (2.0,) * 6 + (4.0, 8.0):
+        control.wait_timeout_ms = wait_ms
+        timings = VerifyTimings(wait_us=int(wait_ms * 1000))
+        session.drafting._observe_direct(session.drafter, Verdict(11, (20,), 0, TokenKind.BONUS, timings=timings), 0)
+        known.append(session.pair.draft_ms.value)
+    assert known[:4] == [0.0] * 4, "the drafter may read the prompt"
+    assert 0.0 < known[4] == known[5] < known[6] < known[7]
+    quick = VerifyTimings(wait_us=500)  # the drafter had no guess, and said so
+    session.drafting._observe_direct(session.drafter, Verdict(12, (20,), 0, TokenKind.BONUS, timings=quick), 0)
+    assert session.pair.draft_ms.value == known[7]
+    session.pair.observe_verdict(2, 1, due=True)
+    late = VerifyTimings(wait_us=8000)
+    session.drafting._observe_direct(session.drafter, Verdict(13, (20,), 0, TokenKind.BONUS, timings=late), 0)
+    assert session.pair.draft_ms.value == known[7], "guesses came meanwhile"
     await session.connection.close()
