@@ -493,6 +493,7 @@ def emulated_cuda() -> Iterator[EmulatedDevice]:
         "default_stream": lambda *_: stream,
         "stream": lambda *_: contextlib.nullcontext(),
         "device": lambda *_: contextlib.nullcontext(),
+        "device_of": lambda *_: contextlib.nullcontext(),
         "is_current_stream_capturing": lambda: device.captured is not None,
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -22,6 +22,7 @@ PRIOR_TREE_ROWS = 2.0
 FORGETTING = 0.02  # of earlier trials, per trial
 SMOOTHING = 0.15
 WAIT_SMOOTHING = 0.4  # of waits: a drafter that stalls costs whole timeouts, so it counts sooner
+LATE_FACTOR = 1.5  # of the known time of a guess, which one that came too late took at least
 TIMED_OUT = 0.9  # share of the draft wait timeout from which on a wait counts as timed out
 MAX_FITTED_TOKENS = 256  # larger steps contain prompts, whose cost follows another line
 PRIOR_TOKEN_SHARE = 0.04  # of a step's cost for each further token, until more is measured
@@ -145,7 +146,7 @@ class PairEstimate:
         self.ratios = ThroughputRatios(history.paces)
         self.lend(history.gained)
         self.checked = 0  # verdicts with guesses
-        self._late = 0  # waits in a row that ended before a guess came
+        self.late = 0  # waits in a row that ended before a guess came
 
     def lend(self, gained: float, own: float = 0.0) -> None:
         """Begin with a credit, less the debt that earlier sessions have left. No session may lose all they gained."""
@@ -169,9 +170,8 @@ class PairEstimate:
 
     def observe_late_draft(self, depth: int, waited_us: int, *, tree: bool) -> None:
         """Record that a guess without a network took longer than this: its own time comes with a guess in time."""
-        self._late += 1
-        if self._late > BEGINNING:  # before, the drafter may read the prompt
-            self.add(self.level_ms if tree else self.draft_ms, waited_us / 1000 / depth)
+        mean = self.level_ms if tree else self.draft_ms
+        mean.add(max(waited_us / 1000 / depth, LATE_FACTOR * mean.value))
 
     def add(self, mean: DecayedMean, ms: float) -> None:
         """Add a time. Without a network, what takes much longer than usual was delayed by other load."""
@@ -185,7 +185,6 @@ class PairEstimate:
         if due:
             self.proposal_rate.add(proposed > 0)
         self.checked += proposed > 0
-        self._late *= not proposed
         for i in range(min(accepted + 1, proposed, len(self._accepted))):
             # The verdict does not report which tokens came from a branch. The last ones are the likeliest:
             # what follows a branch is drafted last.

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import structlog
 
 from coordinator.control.drafter_selection import DrafterSelection
-from coordinator.control.estimator import READING, TIMED_OUT, BestDrafter, Estimator, PairEstimate
+from coordinator.control.estimator import BEGINNING, READING, TIMED_OUT, BestDrafter, Estimator, PairEstimate
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.throughput_model import PLAIN
 from coordinator.persistence.pair_history import PairHistoryStore
@@ -157,8 +157,10 @@ class Drafting:
         timings, tree = verdict.timings, drafter.plan.branches > 1
         drafter.pair.observe_draft(verdict.proposed + DIRECT_START, timings.draft_us, tree=tree)
         self._stats.record_guessed(drafter.source, proposed, timings.draft_us)
-        late = 0.0 < TIMED_OUT * self.control.wait_timeout_ms <= timings.wait_us / 1000
-        if late and drafter.plan.gamma and not verdict.proposed:
+        late = 0.0 < TIMED_OUT * self.control.wait_timeout_ms <= timings.wait_us / 1000 and not verdict.proposed
+        drafter.pair.late = drafter.pair.late + 1 if late and drafter.plan.gamma else 0
+        # Before, it may read the prompt; and other load delays it on a CPU.
+        if drafter.pair.late > BEGINNING and drafter.connection.info.model.device not in ("", "cpu"):
             drafter.pair.observe_late_draft(drafter.plan.gamma + DIRECT_START, timings.wait_us, tree=tree)
 
     def receive(self, reply: Refusal | EarlierReply) -> None:

@@ -27,5 +27,6 @@ def race(logits: torch.Tensor, states: torch.Tensor, temperature: torch.Tensor) 
     rows = len(logits)
     least = torch.empty(rows, PARTS, dtype=torch.float64, device=logits.device)
     winners = torch.empty(rows, PARTS, dtype=torch.int64, device=logits.device)
-    _kernels().run_race(logits, states, temperature, least, winners)
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call] # Triton launches on the current device
+        _kernels().run_race(logits, states, temperature, least, winners)
     return winners.gather(1, least.argmin(dim=1, keepdim=True))[:, 0]

@@ -47,8 +47,8 @@ class CudaGraphEngine(PagedEngine):
         self._decoder = Decoder(spec, capacity + BLOCK_TOKENS, positions)
         self._blocks = [QueryBlock.of(spec.heads // spec.kv_heads, lanes) for lanes in (_FEW_LANES, _MANY_LANES)]
         most = max(_CAPTURED)
-        pages = capacity // BLOCK_TOKENS + most
-        self._inputs = self._make_inputs(InputSizes(most, 8 * most, 0, 8 * most, pages, 8 * most))
+        pages = min(capacity // BLOCK_TOKENS + 8 * most, 64 * most)
+        self._inputs = self._make_inputs(InputSizes(most, 16 * most, 0, 16 * most, pages, 32 * most))
         self._logits = spec.head.weight.new_empty((most, len(spec.head.weight)))
         self.graphs: dict[GraphKey, Graph] = {}  # the last used last
         on_gpu = self.device.type == "cuda"
@@ -69,15 +69,16 @@ class CudaGraphEngine(PagedEngine):
     @torch.inference_mode()
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         layout = StepLayout(step, self._blocks)
-        if not layout.sizes.fit(self._inputs.sizes):
-            inputs = self._make_inputs(layout.sizes)
-            inputs.send(layout)
-            logits = self._logits.new_empty((step.num_logits, self._logits.shape[1]))
-            return logits, self._decoder.run(inputs, layout.sizes.tokens, len(step.outputs), step.layers, logits)
-        tokens = next(each for each in _CAPTURED if each >= layout.sizes.tokens)
-        graph = self._graph_of((tokens, step.layers))
-        self._inputs.send(layout)
-        return self._logits[: len(step.outputs)], graph.run()[: len(step.outputs)]
+        with torch.cuda.device_of(self._logits):  # type: ignore[no-untyped-call] # Triton launches on the current device
+            if not layout.sizes.fit(self._inputs.sizes):
+                inputs = self._make_inputs(layout.sizes)
+                inputs.send(layout)
+                logits = self._logits.new_empty((step.num_logits, self._logits.shape[1]))
+                return logits, self._decoder.run(inputs, layout.sizes.tokens, len(step.outputs), step.layers, logits)
+            tokens = next(each for each in _CAPTURED if each >= layout.sizes.tokens)
+            graph = self._graph_of((tokens, step.layers))
+            self._inputs.send(layout)
+            return self._logits[: len(step.outputs)], graph.run()[: len(step.outputs)]
 
     def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
         self._decoder.copy(old, new)
@@ -111,12 +112,12 @@ class Graph:
 
     def __init__(self, step: Callable[[], torch.Tensor]) -> None:
         self._step = step
-        self._hidden: torch.Tensor | None = None
+        self._hidden = torch.empty(0)
         self.captured: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> torch.Tensor:
         """Run the step, and return its hidden states; those of padding come after those of the outputs."""
-        if self.captured is None or self._hidden is None:
+        if self.captured is None:
             return self._step()
         self.captured.replay()
         return self._hidden
@@ -135,5 +136,4 @@ class Graph:
                 stream.synchronize()
             self.captured = graph
         except RuntimeError as error:
-            self._hidden = None
             log.warning("graph capture failed, steps are slower", reason=str(error))

@@ -20,7 +20,7 @@ from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.engine.paged.step import ForwardStep
 
 FEW_TOKENS = 64  # of a session, up to which they attend in ranges
-_LONGEST = 21  # a text has fewer than two to this power tokens
+_LONGEST = 31  # a text has fewer than two to this power tokens
 # Ranges of 128 tokens up to 2,048, then eight for each power of two.
 _RANGES = np.array(
     [*range(0, 2048, 128), *(start for k in range(11, _LONGEST) for start in range(1 << k, 2 << k, 1 << (k - 3)))]
@@ -67,17 +67,15 @@ class StepLayout:
 
     def __init__(self, step: ForwardStep, blocks: Sequence[QueryBlock]) -> None:
         segments = step.segments
-        counts, bases, pages = (
-            np.array(values)
-            for values in zip(*((each.count, each.base, len(each.blocks)) for each in segments), strict=True)
-        )
+        counts = np.array([segment.count for segment in segments])
+        bases = np.array([segment.base for segment in segments])
+        pages = np.array([len(segment.blocks) for segment in segments])
         self.pages = np.array(list(chain.from_iterable(segment.blocks for segment in segments)))
         first_page = _before(pages)
         of = np.repeat(np.arange(len(segments)), counts)
         index = bases[of] + np.arange(len(of)) - _before(counts)[of]
         slots = self.pages[first_page[of] + index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
-        self.tokens = np.array([step.ids, step.positions, slots])
-        self.outputs = np.array(step.outputs, dtype=np.int64)
+        self.tokens, self.outputs = np.array([step.ids, step.positions, slots]), np.array(step.outputs, np.int64)
         masks = [segment.mask for segment in segments]
         links = [np.zeros(0, bool) if mask is None else mask.numpy().ravel() for mask in masks]
         self.links = np.concatenate(links)
@@ -118,10 +116,7 @@ class StepInputs:
     def __init__(
         self, sizes: InputSizes, blocks: Sequence[QueryBlock], heads: int, dim: int, scratch: int, device: torch.device
     ) -> None:
-        self.sizes = sizes
-        self.blocks = blocks
-        self._device = device
-        self._scratch = scratch
+        self.sizes, self.blocks, self._scratch, self._device = sizes, blocks, scratch, device
         tokens = _aligned(sizes.tokens)
         shapes: list[tuple[int, ...]] = [(4, tokens), (_ALIGNED,), (tokens, 8), (tokens, 3), (_aligned(sizes.pages),)]
         shapes += [(_aligned(sizes.whole_items), 4), (_aligned(-(-sizes.links // 8)),), (_aligned(sizes.items), 4)]

@@ -71,6 +71,8 @@ def attend(  # type: ignore[no-untyped-def]
     m, d = tl.arange(0, block), tl.arange(0, width)
     row = m // group
     head = kv_head * group + m % group
+    keys = cache + kv_head.to(tl.int64) * cache_stride
+    values = cache + (kv_heads + kv_head).to(tl.int64) * cache_stride
     for item in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
         lane = lanes + tl.load(items + item * 4) * 8
         low, high = tl.load(items + item * 4 + 1).to(tl.int32), tl.load(items + item * 4 + 2).to(tl.int32)
@@ -101,8 +103,8 @@ def attend(  # type: ignore[no-untyped-def]
             slot = page.to(tl.int64) * _PAGE + index % _PAGE
             places = slot[:, None] * dim + d[None, :]
             stored = inside[:, None] & (d < dim)[None, :]
-            key = tl.load(cache + kv_head * cache_stride + places, mask=stored, other=0.0)
-            value = tl.load(cache + (kv_heads + kv_head) * cache_stride + places, mask=stored, other=0.0)
+            key = tl.load(keys + places, mask=stored, other=0.0)
+            value = tl.load(values + places, mask=stored, other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
             if capped:
                 scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)

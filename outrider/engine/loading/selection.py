@@ -34,7 +34,7 @@ Progress = Callable[[str], None]
 _NATIVE_WEIGHTS = ("float32", "bfloat16", "int8", "int4")
 _RULE_TOKENS = 2
 _GPU_CACHE_SHARE = 0.9  # of the memory that is free once the weights are loaded, without the reserve
-_GPU_RESERVE = 2 << 30  # for activations, graphs, and the keys and values that attention copies
+_GPU_RESERVE = 2 << 30  # for activations, graphs, and the parts of sums that attention joins
 _CPU_EVICTABLE_SHARE = 8  # on a CPU, evictable cached blocks take at most one part in eight of the cache
 
 
@@ -163,7 +163,12 @@ def _cuda_engine(candidate: _Candidate) -> CudaGraphEngine:
     with torch.inference_mode():
         spec = build_spec(model)
         engine = CudaGraphEngine(spec, candidate.info, **candidate.cache)
-        _check_spec(model, spec, engine)
+        try:
+            _check_spec(model, spec, engine)
+        except (UnsupportedModel, torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of Triton: no compiler, no Python headers, too little shared memory
+            raise UnsupportedModel(f"its kernels do not run here: {error_text(error)}") from error
     _drop_weights(model, spec)
     engine.warm_up(candidate.progress)
     return engine

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from coordinator.control.estimator import READING, PairEstimate
-from coordinator.control.throughput_model import PLAIN, Mode, SpeculationPlan
+from coordinator.control.throughput_model import PLAIN, Conditions, Mode, SpeculationPlan, draft_wait_timeout_ms
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.sessions.drafter_stream import DrafterStream
-from coordinator.sessions.drafting import Drafting, DraftingContext
+from coordinator.sessions.drafting import DIRECT_WAIT_MS, Drafting, DraftingContext
 from coordinator.sessions.stats import RequestStats
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.worker_connection import WorkerConnection
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import Span
 from outrider.protocol import convert
+from outrider.protocol.cost_curve import UNKNOWN_COST
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
@@ -34,7 +36,13 @@ class Session:
     """A session's drafting, and the trees that its guesses make with and without what is dropped."""
 
     def __init__(
-        self, committed: Sequence[int] = (), temperature: float = 0.0, drafters: int = 1, *, single: bool = False
+        self,
+        committed: Sequence[int] = (),
+        temperature: float = 0.0,
+        drafters: int = 1,
+        *,
+        single: bool = False,
+        device: str = "",
     ) -> None:
         params = SamplingParams(temperature=temperature, seed=1, max_tokens=500)
         self.record = SessionRecord("s", SessionRequest(PROMPT, params), tokens=list(committed))
@@ -44,7 +52,7 @@ class Session:
         context: Any = DraftingContext(worker_pool=None, pairs=None, gamma_max=4, drafters=drafters)  # type: ignore[arg-type]
         stats = RequestStats(CoordinatorMetrics(Mode).of("target"))
         self.drafting = Drafting(self.record, MODEL, context, stats)
-        worker = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", MODEL)
+        worker = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", replace(MODEL, device=device))
         self.connection = WorkerConnection(worker, lambda: FleetKeys().access(Role.DRAFTER))
         self.pair = PairEstimate(4)
         self.drafters = [
@@ -59,6 +67,12 @@ class Session:
         """Take what is relayed, as the verifier does."""
         self.relayed.append(guess)
         self.trees[0].add(convert.guess_from_proto(guess))
+
+    def waited(self, position: int, wait_ms: float) -> None:
+        """Learn from a verdict without guesses, after a wait."""
+        timings = VerifyTimings(wait_us=int(wait_ms * 1000))
+        verdict = Verdict(position, (20,), 0, TokenKind.BONUS, timings=timings)
+        self.drafting._observe_direct(self.drafter, verdict, 0)
 
     def steer(self, steering: VerifySteering) -> None:
         """Take no notice: these guesses change no plan."""
@@ -201,24 +215,34 @@ async def test_a_drafter_that_leaves_owes_its_reading_where_it_took_the_verifier
     await session.connection.close()
 
 
-async def test_drafts_that_always_come_too_late_make_the_waits_longer() -> None:
-    """Without a network, the time of a draft comes with its guesses alone; no guess came with this verdict."""
-    session = Session([10])
+@pytest.mark.parametrize("gamma", [1, 2, 4])
+async def test_drafts_that_always_come_too_late_make_the_waits_longer(gamma: int) -> None:
+    """The time of a draft without a network comes with its guesses alone: here none comes until waits are long."""
+    session = Session([10], device="cuda:0")
     session.pair.link(trust=False)
-    session.drafter.plan, control = SpeculationPlan(gamma=2), session.drafting.control
-    known = []
-    for wait_ms in (2.0,) * 6 + (4.0, 8.0):
-        control.wait_timeout_ms = wait_ms
-        timings = VerifyTimings(wait_us=int(wait_ms * 1000))
-        session.drafting._observe_direct(session.drafter, Verdict(11, (20,), 0, TokenKind.BONUS, timings=timings), 0)
-        known.append(session.pair.draft_ms.value)
-    assert known[:4] == [0.0] * 4, "the drafter may read the prompt"
-    assert 0.0 < known[4] == known[5] < known[6] < known[7]
-    quick = VerifyTimings(wait_us=500)  # the drafter had no guess, and said so
-    session.drafting._observe_direct(session.drafter, Verdict(12, (20,), 0, TokenKind.BONUS, timings=quick), 0)
-    assert session.pair.draft_ms.value == known[7]
-    session.pair.observe_verdict(2, 1, due=True)
-    late = VerifyTimings(wait_us=8000)
-    session.drafting._observe_direct(session.drafter, Verdict(13, (20,), 0, TokenKind.BONUS, timings=late), 0)
-    assert session.pair.draft_ms.value == known[7], "guesses came meanwhile"
+    session.drafter.plan, control = SpeculationPlan(gamma=gamma), session.drafting.control
+    waits = []
+    for position in range(60):
+        conditions = Conditions((0.5,), 1.0, session.pair.draft_ms.value, DIRECT_WAIT_MS, UNKNOWN_COST)
+        control.wait_timeout_ms = draft_wait_timeout_ms(conditions, session.drafter.plan)
+        waits.append(control.wait_timeout_ms)
+        session.waited(position, control.wait_timeout_ms)
+    assert waits[0] == waits[4] == 2.0, "the drafter may read the prompt"
+    assert waits == sorted(waits)
+    assert waits[-1] > 40.0
+    session.waited(60, 0.5)  # the drafter had no guess, and said so
+    known = session.pair.draft_ms.value
+    for position in range(61, 65):
+        session.waited(position, control.wait_timeout_ms)
+    assert session.pair.draft_ms.value == known, "not in a row"
+    await session.connection.close()
+
+
+async def test_late_drafts_on_a_cpu_teach_nothing() -> None:
+    session = Session([10], device="cpu")
+    session.pair.link(trust=False)
+    session.drafter.plan, session.drafting.control.wait_timeout_ms = SpeculationPlan(gamma=2), 2.0
+    for position in range(20):
+        session.waited(position, 2.0)
+    assert not session.pair.draft_ms.known
     await session.connection.close()

@@ -49,9 +49,9 @@ def test_every_field_is_aligned(sizes: InputSizes) -> None:
     inputs = StepInputs(sizes, BLOCKS, 4, 16, 0, torch.device("cpu"))
     first = inputs._inputs.data_ptr()
     fields = (inputs.positions, inputs.slots, inputs.lanes, inputs.joins, inputs.pages, inputs.links, inputs.items)
-    assert [(each.data_ptr() - first) % ENTRY for each in (*fields, inputs.whole_items) if len(each)] == [0] * (
-        len(fields) + bool(sizes.whole_items)
-    )
+    places = [each.data_ptr() - first for each in (*fields, inputs.whole_items) if each.numel()]
+    assert len(places) >= 6
+    assert not any(place % ENTRY for place in places)
 
 
 def test_sizes_fit_only_where_each_does() -> None:

@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
+from outrider.engine.cuda import decoder
 from outrider.engine.cuda.engine import CudaGraphEngine
 from outrider.engine.loading import selection
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
+from outrider.engine.model_spec import UnsupportedModel
 from outrider.engine.native import NativeEngine
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import StartupError
@@ -163,6 +165,23 @@ def test_the_cache_takes_most_of_a_gpus_free_memory(
             assert isinstance(loaded, kind)
             found.append(loaded.capacity_tokens * per_token / device.free_bytes)
     assert found == pytest.approx([0.9 * 0.5, 0.9 * 0.75], rel=0.02)
+
+
+@pytest.mark.parametrize("error", [UnsupportedModel("its kernels need Triton"), RuntimeError("Python.h: no such file")])
+def test_where_the_kernels_do_not_run_transformers_does(
+    monkeypatch: pytest.MonkeyPatch, llama: str, error: Exception
+) -> None:
+    def no_kernels() -> None:
+        raise error
+
+    said: list[str] = []
+    with emulated_cuda():
+        monkeypatch.setattr(decoder, "_kernels", no_kernels)
+        loaded = load_model(llama, options(device="cuda"), said.append).engine
+        assert isinstance(loaded, TransformersEngine)
+        assert any("engine cuda not usable" in line and str(error) in line for line in said)
+        with pytest.raises(StartupError, match="engine cuda cannot run"):
+            load_model(llama, options(device="cuda", engine="cuda"))
 
 
 def test_elsewhere_the_cache_has_the_size_that_is_given(llama: str) -> None:
