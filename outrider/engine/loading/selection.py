@@ -165,12 +165,12 @@ def _cuda_engine(candidate: _Candidate) -> CudaGraphEngine:
         engine = CudaGraphEngine(spec, candidate.info, **candidate.cache)
         try:
             _check_spec(model, spec, engine)
+            engine.warm_up(candidate.progress)
         except (UnsupportedModel, torch.AcceleratorError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of Triton: no compiler, no Python headers, too little shared memory
             raise UnsupportedModel(f"its kernels do not run here: {error_text(error)}") from error
     _drop_weights(model, spec)
-    engine.warm_up(candidate.progress)
     return engine
 
 
