@@ -7,7 +7,7 @@ chunks of prompts. Tenants with many sessions join as far as their credit allows
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from outrider.engine import SessionTokens
 from outrider.protocol.hidden_states.messages import StateSpec
@@ -23,8 +23,7 @@ from verifier.step_times import StepTimes
 _CREDIT_POLL_S = 0.01  # interval at which heavy tenants without credit are scheduled again
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSession:
+class ScheduledSession(NamedTuple):
     """Tokens of one session in a step."""
 
     session: VerifySession
@@ -103,8 +102,8 @@ class Batching:
                 blocks = paying_blocks(sessions_in, blocks, _num_tokens(batch), self._times.curve())
             share = PromptShare(self._times, self._limits, num_decoding, sum(each.num_uncached for each in prompts))
             blocks = share.left(blocks, sum(len(item.pending) for item in batch))
-            batch = [replace(item, block=block) for item, block in zip(batch, blocks, strict=True)]
-        batch += self._prompt_chunks(prompts, _num_tokens(batch), num_decoding)
+            batch = [item._replace(block=block) for item, block in zip(batch, blocks, strict=True)]
+            batch += self._prompt_chunks(prompts, _num_tokens(batch), num_decoding)
         if heavy:
             batch += self._join(joining, _num_tokens(batch), now)
             if joining and not batch:

@@ -126,6 +126,7 @@ class EngineTarget:
             log.info("grammar failed, session ended", session=session.id, error=failure.message)
             return SessionResult(None, {}, session.cache_length, error=failure)
         path = verified.outcome.path
-        last = len(item.pending) - 1
-        self._engine.compact(session.key, session.cache_length, (*range(last + 1), *(last + row for row in path)))
+        if item.block.tokens:
+            last = len(item.pending) - 1
+            self._engine.compact(session.key, session.cache_length, (*range(last + 1), *(last + row for row in path)))
         return SessionResult(verified, hidden_states, cache_length + len(path), complete_after=complete_after)

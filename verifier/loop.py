@@ -235,7 +235,7 @@ def _verdict(item: ScheduledSession, result: SessionResult, timings: VerifyTimin
     tokens, reason = session.truncate_output(result.verified.tokens, result.complete_after)
     accepted = min(len(outcome.path), len(tokens))
     path = outcome.path[:accepted]
-    nodes = session.tree.nodes(block)
+    nodes = session.tree.nodes(block) if block.tokens else []
     end, cut = position - 1 + len(tokens), len(result.verified.tokens) - len(tokens)
     states = session.hidden_states.take(end, result.hidden_states, tokens, cut) if result.hidden_states else {}
     return Verdict(
@@ -243,13 +243,13 @@ def _verdict(item: ScheduledSession, result: SessionResult, timings: VerifyTimin
         tokens=tuple(tokens),
         accepted=accepted,
         last=outcome.kind if len(tokens) > accepted else TokenKind.NONE,  # the output may end before it
-        proposed=block.shape.depth,
+        proposed=block.shape.depth if nodes else 0,
         finish_reason=reason,
         timings=timings,
         logprobs=result.verified.logprobs[: len(tokens)],
         hidden_states=states.pop(FINAL_STATES.number, None),
         layer_states=tuple(states.values()),
-        sources=tallies(nodes, block.shape.depths, path),
+        sources=tallies(nodes, block.shape.depths, path) if nodes else (),
         nodes=len(nodes),
         accepted_from_branch=sum(nodes[row - 1].rank > 0 for row in path),
     )

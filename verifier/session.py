@@ -207,9 +207,10 @@ class VerifySession:
         self.waiting_since = time.monotonic()
         self.has_committed = True
         self.pace.add(len(verdict.tokens))
+        verdict.remaining_depth = self.tree.depth
         if self.direct is not None and self.direct(verdict):
             verdict = replace(verdict, hidden_states=None)
-        self.outbox.put_nowait(replace(verdict, remaining_depth=self.tree.depth))
+        self.outbox.put_nowait(verdict)
 
     def check_backlog(self) -> bool:
         """Return whether the session is stalled by unread replies; `resume_after_read` ends that."""

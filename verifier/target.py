@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -26,8 +26,7 @@ class TargetFailed(Exception):
     """The target cannot compute any more: the process must end, so that its sessions move to another verifier."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionResult:
+class SessionResult(NamedTuple):
     """Result of a step for one session."""
 
     verified: VerifyResult | None  # None: a prompt chunk, or an error

@@ -150,7 +150,7 @@ class Drafting:
         if best is not None and len(tokens) >= self._text.due:
             self._histories[best.source].read(tokens, best.pair, self._estimator.pair, alone=self._sources == 1)
         due = self.control.due or len(self._attached) > 1 or self._resting != self.control.resting
-        (self._steer if due else self._forward_pass)()
+        (self._steer if due and self._attached else self._forward_pass)()
 
     def _observe_direct(self, drafter: DrafterStream, verdict: Verdict, proposed: int) -> None:
         """Learn how long a drafter without a network took, or took longer than."""

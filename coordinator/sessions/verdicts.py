@@ -16,7 +16,7 @@ from coordinator.sessions.hidden_states.earlier_states import EarlierRequests
 from outrider.protocol import convert, message_limits
 from outrider.protocol.errors import OutriderError, ProtocolViolation, shorten
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, FinishReason, TokenKind, Verdict
+from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, FinishReason, TokenKind, Verdict, VerifyTimings
 from outrider.v1 import verifier_pb2 as verify
 
 MAX_REPLY_BYTES = 64 * 1024  # without hidden states
@@ -86,40 +86,28 @@ class VerdictReader:
         return Refusal(reply.source, error)
 
     def verdict(self, proto: verify.Verdict, now: float) -> Verdict:
-        self._check_sizes(proto)
-        self._bound_timings(proto.timings, now, max(1, len(proto.tokens) - proto.accepted))
+        self._check_bytes(proto)
         try:
             verdict = convert.verdict_from_proto(proto)
         except ValueError as error:  # an unknown enum value
             raise ProtocolViolation(f"verdict: {error}") from error
         self._check_tokens(verdict)
+        self._bound_timings(verdict.timings, now, verdict.steps)
         self._check_guesses(verdict)
         self._check_end(verdict)
-        if verdict.logprobs:
-            self._check_logprobs(verdict)
+        self._check_logprobs(verdict, self._record.request.params.logprobs)
         if verdict.hidden_states is not None or verdict.layer_states:
             check_ends(verdict)
         return verdict
 
-    def _check_sizes(self, proto: verify.Verdict) -> None:
+    def _check_bytes(self, proto: verify.Verdict) -> None:
         """Check sizes before anything is converted."""
-        num_tokens, wanted = len(proto.tokens), self._record.request.params.logprobs
-        _at_most("verdict.tokens", num_tokens, MAX_GAMMA + 1, " entries")
-        if len(proto.logprobs) != (0 if wanted is None else num_tokens):
-            raise _violation(
-                "verdict.logprobs", f"{len(proto.logprobs)} entries", "one per token if asked for, else none"
-            )
-        for entry in proto.logprobs:
-            counts = (len(entry.top_ids), len(entry.top_logprobs))
-            if counts != (wanted, wanted):
-                raise _violation("verdict.logprobs.top_ids", counts, f"{wanted} each")
-        _at_most("verdict.sources", len(proto.sources), self._sent.sources, " entries")
         size = proto.ByteSize()
         if proto.HasField("hidden_states") or proto.layer_states:
             size -= self._sent.states.check(proto)
         _at_most("verdict", size, MAX_REPLY_BYTES, " bytes")
 
-    def _bound_timings(self, timings: verify.VerifyTimings, now: float, steps: int) -> None:
+    def _bound_timings(self, timings: VerifyTimings, now: float, steps: int) -> None:
         """Reduce the times of a step: those of all steps are no longer than the time since the last verdict."""
         _at_most("verdict.timings.batch_tokens", timings.batch_tokens, _MAX_STEP_TOKENS)
         _at_most("verdict.timings.session_tokens", timings.session_tokens, timings.batch_tokens)
@@ -136,7 +124,7 @@ class VerdictReader:
         record, tokens = self._record, verdict.tokens
         if verdict.position != record.position:
             raise _violation("verdict.position", verdict.position, record.position)
-        left = record.request.params.max_tokens - len(record.tokens)
+        left = min(MAX_GAMMA + 1, record.request.params.max_tokens - len(record.tokens))
         if not 1 <= len(tokens) <= left:
             raise _violation("verdict.tokens", f"{len(tokens)} tokens", f"1 to {left} tokens")
         _at_most("verdict.tokens", max(tokens), self._target.vocab_size - 1)
@@ -151,6 +139,7 @@ class VerdictReader:
         _at_most("verdict.nodes", verdict.nodes, MAX_NODES if verdict.proposed else 0)
         _at_most("verdict.remaining_depth", verdict.remaining_depth, min(MAX_GAMMA, max(0, ahead - tokens)))
         _at_most("verdict.accepted_from_branch", verdict.accepted_from_branch, accepted)
+        _at_most("verdict.sources", len(verdict.sources), self._sent.sources, " entries")
         seen = {tally.source for tally in verdict.sources}
         if len(seen) < len(verdict.sources) or 0 in seen:
             raise _violation("verdict.sources", [tally.source for tally in verdict.sources], "each once, from 1 on")
@@ -181,8 +170,14 @@ class VerdictReader:
         if reason not in allowed:
             raise _violation("verdict.finish_reason", reason.name, sorted(kind.name for kind in allowed))
 
-    def _check_logprobs(self, verdict: Verdict) -> None:
+    def _check_logprobs(self, verdict: Verdict, wanted: int | None) -> None:
+        entries = len(verdict.logprobs)
+        if entries != (0 if wanted is None else len(verdict.tokens)):
+            raise _violation("verdict.logprobs", f"{entries} entries", "one per token if asked for, else none")
         for entry in verdict.logprobs:
+            counts = (len(entry.top_ids), len(entry.top_logprobs))
+            if counts != (wanted, wanted):
+                raise _violation("verdict.logprobs.top_ids", counts, f"{wanted} each")
             _at_most("verdict.logprobs.top_ids", max(entry.top_ids, default=0), self._target.vocab_size - 1)
             for value in (entry.logprob, *entry.top_logprobs):
                 if not -math.inf < value <= _ROUNDING:

@@ -46,7 +46,7 @@ class VerifierChooser:
 
     async def wait_for(self, prefer: str) -> WorkerConnection:
         """Return a verifier, if possible the one with the id `prefer`: its prefix cache may still match the prompt."""
-        connection = await self._worker_pool.wait_for(self._wait_s, lambda: self.available(prefer))
+        connection = await self._worker_pool.wait_for(self._wait_s, lambda: self.available(prefer), Role.VERIFIER)
         if connection is None:
             excluded = f"; this session has excluded {len(self._excluded)}" if self._excluded else ""
             raise NoVerifier(f"no verifier has been available for {self._wait_s:g} s{excluded}", retry_after_ms=5000)
@@ -89,13 +89,13 @@ class DrafterChooser:
 
     async def wait_for(self, place: int, address: str = "") -> WorkerConnection | None:
         """Return a drafter for this place, if possible one at the verifier's address; None after a long wait."""
-        poll_s = POLL_FURTHER_S if place else POLL_S
+        pool, poll_s = self._worker_pool, POLL_FURTHER_S if place else POLL_S
 
         def pick(usable: Sequence[WorkerConnection]) -> WorkerConnection:
             return least_loaded([each for each in usable if each.info.address == address] or usable)
 
-        return await self._worker_pool.wait_for(
-            DRAFTER_WAIT_S, lambda: self._worker_pool.choose(Role.DRAFTER, self._fits, pick=pick), poll_s=poll_s
+        return await pool.wait_for(
+            DRAFTER_WAIT_S, lambda: pool.choose(Role.DRAFTER, self._fits, pick=pick), Role.DRAFTER, poll_s=poll_s
         )
 
     @contextlib.contextmanager

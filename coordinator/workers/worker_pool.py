@@ -97,16 +97,17 @@ class WorkerPool:
         return pick(usable) if chosen is None and usable else chosen
 
     async def wait_for(
-        self, seconds: float, choose: Callable[[], WorkerConnection | None], *, poll_s: float = POLL_S
+        self, seconds: float, choose: Callable[[], WorkerConnection | None], role: Role, *, poll_s: float = POLL_S
     ) -> WorkerConnection | None:
-        """Return a chosen worker, waiting for one if necessary, or None after `seconds`."""
+        """Return a chosen worker of a role, waiting for one if necessary, or None after `seconds`."""
         deadline = time.monotonic() + seconds
         added = self.workers.added
         while (connection := choose()) is None and time.monotonic() < deadline:
             added.clear()
             try:
-                # Polled, because a backoff ends without an event.
-                async with asyncio.timeout(min(poll_s, max(0.01, deadline - time.monotonic()))):
+                # Polled, because a backoff ends without an event: hundreds of sessions may wait for a first drafter.
+                most_s = poll_s if self.workers.of(role) else seconds
+                async with asyncio.timeout(min(most_s, max(0.01, deadline - time.monotonic()))):
                     await added.wait()
             except TimeoutError:
                 continue

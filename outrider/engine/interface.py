@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -14,8 +14,7 @@ from outrider.protocol.speculation import TreeShape
 CHAIN: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SessionTokens:
+class SessionTokens(NamedTuple):
     """New tokens of one session in a step.
 
     They follow the session's cached tokens. `parents[i]` is the index in `tokens` that token i hangs from, −1 for the

@@ -252,31 +252,33 @@ def error_from_proto(proto: common.Error) -> OutriderError:
 
 
 def _outgoing(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass as arguments of its message."""
+    """Return the fields of a dataclass as arguments of its message, without those that it has anyway."""
     given: dict[str, Any] = {}
     kind: Any = type(value)
-    for field in _fields(kind):
-        given[field.name] = content = getattr(value, field.name)
-        if field.write is not None and content is not None:
-            given[field.name] = [field.write(one) for one in content] if field.repeated else field.write(content)
+    for name, optional, repeated, _, write in _fields(kind):
+        content = getattr(value, name)
+        if not content and (content is None or not optional):
+            continue
+        if write is not None:
+            content = [write(one) for one in content] if repeated else write(content)
+        given[name] = content
     return given
 
 
 def _incoming(kind: type[T], message: Any) -> T:
     """Return a message as a dataclass. A field that may be absent is None then."""
-    given: dict[str, Any] = {}
+    given: list[Any] = []
     known: Any = kind
-    for field in _fields(known):
-        if field.optional and not message.HasField(field.name):
-            given[field.name] = None
-            continue
-        content = getattr(message, field.name)
-        if field.repeated:
-            content = tuple(content) if field.read is None else tuple(map(field.read, content))
-        elif field.read is not None:
-            content = field.read(content)
-        given[field.name] = content
-    return kind(**given)
+    for name, optional, repeated, read, _ in _fields(known):
+        content = getattr(message, name)
+        if optional and not message.HasField(name):
+            content = None
+        elif repeated:
+            content = tuple(content) if read is None else tuple(map(read, content)) if content else ()
+        elif read is not None:
+            content = read(content)
+        given.append(content)
+    return kind(*given)
 
 
 class _Conversion(NamedTuple):

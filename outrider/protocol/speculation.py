@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar
@@ -262,7 +262,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # as of verdicts
 class VerifyTimings:
     wait_us: int = 0
     step_us: int = 0
@@ -283,7 +283,7 @@ class SourceTally:
     accepted: int  # accepted tokens that it had guessed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as it is made for every token: then it would take four times as long
 class Verdict:
     """Tokens that one verifier step committed for one session; of several steps, `timings` are the last one's."""
 
@@ -293,7 +293,7 @@ class Verdict:
     last: TokenKind
     proposed: int = 0
     finish_reason: FinishReason = FinishReason.NONE
-    timings: VerifyTimings = VerifyTimings()
+    timings: VerifyTimings = field(default_factory=VerifyTimings)
     logprobs: tuple[TokenLogprobs, ...] = ()
     hidden_states: HiddenStates | None = None
     layer_states: tuple[HiddenStates, ...] = ()

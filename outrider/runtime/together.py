@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 
 import grpc
 
 from outrider.base.aio import critical_task
 from outrider.runtime.serving import Service
 from outrider.security.auth_interceptor import AuthInterceptor
-
-_SWITCH_S = 1e-4  # after which a thread that computes gets the interpreter from the event loop, which sends verdicts
 
 
 class Together:
@@ -31,7 +28,6 @@ class Together:
             service.add_to(server)
 
     async def start(self, port: int) -> None:
-        sys.setswitchinterval(_SWITCH_S)
         for service in self._services:
             await service.start(port)
         self._following = critical_task(self._services[1].credentials.follow(), "following keys")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 
 from outrider.base.config import WorkerSettings
@@ -10,6 +11,8 @@ from outrider.base.logs import report_progress, set_up_logs
 from outrider.base.openmp import compute_alone, release_threads
 from outrider.runtime.serving import Service, serve
 from outrider.security.credentials import Credentials
+
+_SWITCH_S = 1e-4  # after which a thread that computes gets the interpreter from the event loop, which sends verdicts
 
 
 def run_worker(name: str, settings: WorkerSettings, build: Callable[[Callable[[str], None]], Service]) -> None:
@@ -21,6 +24,7 @@ def run_worker(name: str, settings: WorkerSettings, build: Callable[[Callable[[s
         service = build(report_progress)
         release_threads()  # another thread runs the model
         compute_alone()
+        sys.setswitchinterval(_SWITCH_S)
         await serve(service, settings, ready=lambda address: report_progress(f"ready at {address}"))
 
     asyncio.run(run())

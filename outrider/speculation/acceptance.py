@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -20,8 +20,7 @@ from outrider.speculation.noise import to_device
 from outrider.speculation.sampling import sums
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The result for a block: the accepted rows, from the root down, and the target's own token after them."""
 
     path: tuple[int, ...]

@@ -7,7 +7,6 @@ whatever its size. A session's result does not depend on the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -23,8 +22,7 @@ from outrider.speculation.noise import to_device
 from outrider.speculation.sampling import Continuations, CutKind, Cuts, History, cut_kind
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyResult:
+class VerifyResult(NamedTuple):
     """Outcome of verification with its tokens and their log-probabilities."""
 
     outcome: Outcome
@@ -32,8 +30,7 @@ class VerifyResult:
     logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SessionSampling:
+class SessionSampling(NamedTuple):
     """The sampling state of a session; `allowed` are the tokens that the grammar allows at each row of the step."""
 
     params: SamplingParams
@@ -131,7 +128,7 @@ class _StepRows:
             logprobs = iter(sampling.logprobs(chosen, tokens, top))
             for index in members:
                 own = tuple(islice(logprobs, len(results[index].tokens)))
-                results[index] = replace(results[index], logprobs=own)
+                results[index] = results[index]._replace(logprobs=own)
         return results
 
     def _params(self, members: Sequence[int]) -> list[SamplingParams]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -218,7 +218,7 @@ class _Generator:
             new = text.tokens[text.cached : text.cached + _PREFILL_TOKENS]
             is_last = text.cached + len(new) == len(text.tokens)
             step = SessionTokens(str(text.index), new, logits_from=len(new) - is_last, hidden_from=0)
-            batch.append(replace(step, layers=self._recipe.layers))
+            batch.append(step._replace(layers=self._recipe.layers))
         result = self._engine.extend(batch)
         for text, new_tokens, hidden_states in zip(running, batch, result.hidden_states, strict=True):
             text.cached += len(new_tokens.tokens)

@@ -77,12 +77,12 @@ class PagedEngine(ABC):
     def truncate(self, session: str, length: int) -> None:
         self.blocks.truncate(session, length)
 
-    @torch.inference_mode()
     def compact(self, session: str, base: int, indices: Sequence[int]) -> None:
         blocks = self.blocks.tables[session].blocks
         moved = [(base + index, base + i) for i, index in enumerate(indices) if index != i]
         if moved:
-            self._copy([slot_of(blocks, old) for old, _ in moved], [slot_of(blocks, new) for _, new in moved])
+            with torch.inference_mode():
+                self._copy([slot_of(blocks, old) for old, _ in moved], [slot_of(blocks, new) for _, new in moved])
         self.blocks.compact(session, base, indices)
 
     def free(self, session: str) -> None:
