@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from unittest.mock import patch
+
 from coordinator.workers.choosers import DrafterChooser, VerifierChooser
 from coordinator.workers.fleet_keys import FleetKeys
-from coordinator.workers.worker_pool import WorkerPool
+from coordinator.workers.worker_pool import POLL_S, WorkerPool
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 
 BEFORE = ModelInfo("target", "before", weights_digest="w")
@@ -38,4 +41,26 @@ async def test_a_session_prefers_the_drafter_in_its_verifiers_process() -> None:
         session = DrafterChooser(pool, NOW, "", lambda _: True)
         assert await session.wait_for(0, own.info.address) is own
     assert await DrafterChooser(pool, NOW, "", lambda _: True).wait_for(0, "127.0.0.1:9") in others
+    await pool.workers.close()
+
+
+async def test_sessions_wait_for_a_first_drafter_without_asking_again() -> None:
+    """A drafter that is known is asked for again and again: its backoff ends without an event."""
+    pool, asked = WorkerPool(FleetKeys(), 10.0), []
+
+    def asks(drafter: WorkerInfo) -> bool:
+        asked.append(drafter.worker_id)
+        return drafter.worker_id == "right"
+
+    waiting = asyncio.create_task(DrafterChooser(pool, NOW, "", asks).wait_for(0))
+    await asyncio.sleep(2 * POLL_S)
+    with patch.object(pool, "choose", wraps=pool.choose) as choose:
+        await asyncio.sleep(3 * POLL_S)
+        assert not choose.called
+        await pool.workers.put(WorkerInfo("wrong", Role.DRAFTER, "127.0.0.1:1", ModelInfo("drafter", "d")))
+        await asyncio.sleep(3 * POLL_S)
+        assert choose.call_count >= 2
+    right = await pool.workers.put(WorkerInfo("right", Role.DRAFTER, "127.0.0.1:2", ModelInfo("drafter", "e")))
+    assert await asyncio.wait_for(waiting, 5) is right
+    assert "wrong" in asked
     await pool.workers.close()
