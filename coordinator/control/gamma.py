@@ -154,18 +154,18 @@ class Controller:
         self._choice_due |= self._estimator.observe(verdict, self.plan, wait_ms, drafter)
         if self._probe_steps_left and verdict.accepted:
             self._probe_steps_left += PROBE_STEPS
-        self._since_choice += verdict.steps
-        self._since_plan += verdict.steps
-        self._since_retry += verdict.steps
-        timings = verdict.timings
-        ms = verdict.steps * (timings.wait_us + timings.step_us) / 1000
-        self.tallies.setdefault(self.plan, PlanTally()).add(len(verdict.tokens), ms, self._expected, verdict.steps)
+        steps, timings = verdict.steps, verdict.timings
+        self._since_choice += steps
+        self._since_plan += steps
+        self._since_retry += steps
+        ms = steps * (timings.wait_us + timings.step_us) / 1000
+        self.tallies.setdefault(self.plan, PlanTally()).add(len(verdict.tokens), ms, self._expected, steps)
         if self._estimator.on_shared_cores(drafter):
             reads = self._since_plan <= READ_STEPS and not self._estimator.pair.checked
             own, spent_ms = (READ_WAIT, timings.wait_us / 1000) if reads else (len(verdict.tokens), ms)
             gain = own - spent_ms * self._expected_plain / 1000.0
             self._update_credit(min(0.0, gain) if reads else gain, guessed=verdict.proposed > 0)
-        if self.plan.gamma and not self._probe_steps_left and self._since_plan > SETTLING and verdict.steps == 1:
+        if self.plan.gamma and not self._probe_steps_left and self._since_plan > SETTLING and steps == 1:
             self._compare(len(verdict.tokens), ms)
 
     @property

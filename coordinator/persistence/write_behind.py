@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 BATCH_S = 0.1  # a write takes 0.15 ms of the event loop that relays tokens, and cores that a step may be using
 MAX_BATCH_S = 0.5  # with many sessions
-SESSIONS_PER_S = 500  # written at most, until batches wait MAX_BATCH_S
+SESSIONS_PER_S = 200  # written at most, until batches wait MAX_BATCH_S
 RETRY_S = 0.25
 FIRST_WRITE_S = 0.25
 FIRST_WRITE_DOWN_S = 0.05  # while Redis does not answer

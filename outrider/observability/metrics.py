@@ -270,10 +270,11 @@ class TargetMetrics:
 
     def record_verdict(self, verdict: Verdict, gamma: int, plan: str) -> None:
         """Record a verdict. This is on the token path and takes microseconds."""
+        steps = verdict.steps
         self._generation_tokens.inc(len(verdict.tokens))
-        for _ in range(verdict.steps):
+        for _ in range(steps):
             self._gamma.observe(gamma)
-        self._plan_steps[plan].inc(verdict.steps)
+        self._plan_steps[plan].inc(steps)
         if verdict.proposed:
             self._drafts.inc()
             self._draft_tokens.inc(verdict.proposed)
