@@ -67,7 +67,7 @@ class BlockManager:
 
         Raises Overloaded when the cache is full.
         """
-        table = self.tables.setdefault(session, BlockTable())
+        table = self.tables.get(session) or self.tables.setdefault(session, BlockTable())
         self._add_to_index(table)
         length = len(table.tokens)
         needed = blocks_for(length + more) - len(table.blocks)

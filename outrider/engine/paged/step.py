@@ -14,7 +14,7 @@ from outrider.protocol.speculation import TreeShape
 _NO_STATES = torch.empty((0, 0))  # made once: the first use of torch in a step takes long
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for every session of a step
 class Segment:
     """One session's share of a step."""
 
