@@ -110,10 +110,10 @@ class Drafting:
     @asynccontextmanager
     async def attached_to(self, verifier: GuessReceiver) -> AsyncIterator[None]:
         """Keep drafters attached while this verifier has the session."""
-        self._verifier = verifier
-        self._passed_at = -1
+        self._verifier, self._passed_at = verifier, -1
         others, plain = load_of(verifier.connection) - 1, getattr(verifier.connection, "plain_steps", None)
         self._estimator.attach_verifier(verifier.connection.info.load.cost, max(0, others), plain)
+        self.control.decide(None)  # its steps are plain until a drafter joins
         places = range(self._context.drafters * self.control.wants_drafter)
         async with background(*(self._keep_drafting(verifier, place) for place in places)):
             try:

@@ -86,7 +86,7 @@ class VerdictReader:
         return Refusal(reply.source, error)
 
     def verdict(self, proto: verify.Verdict, now: float) -> Verdict:
-        self._check_bytes(proto)
+        self._check_sizes(proto)
         try:
             verdict = convert.verdict_from_proto(proto)
         except ValueError as error:  # an unknown enum value
@@ -100,8 +100,12 @@ class VerdictReader:
             check_ends(verdict)
         return verdict
 
-    def _check_bytes(self, proto: verify.Verdict) -> None:
+    def _check_sizes(self, proto: verify.Verdict) -> None:
         """Check sizes before anything is converted."""
+        entries, wanted = len(proto.logprobs), self._record.request.params.logprobs
+        if entries != (0 if wanted is None else len(proto.tokens)):
+            raise _violation("verdict.logprobs", f"{entries} entries", "one per token if asked for, else none")
+        _at_most("verdict.sources", len(proto.sources), self._sent.sources, " entries")
         size = proto.ByteSize()
         if proto.HasField("hidden_states") or proto.layer_states:
             size -= self._sent.states.check(proto)
@@ -139,7 +143,6 @@ class VerdictReader:
         _at_most("verdict.nodes", verdict.nodes, MAX_NODES if verdict.proposed else 0)
         _at_most("verdict.remaining_depth", verdict.remaining_depth, min(MAX_GAMMA, max(0, ahead - tokens)))
         _at_most("verdict.accepted_from_branch", verdict.accepted_from_branch, accepted)
-        _at_most("verdict.sources", len(verdict.sources), self._sent.sources, " entries")
         seen = {tally.source for tally in verdict.sources}
         if len(seen) < len(verdict.sources) or 0 in seen:
             raise _violation("verdict.sources", [tally.source for tally in verdict.sources], "each once, from 1 on")
@@ -171,9 +174,6 @@ class VerdictReader:
             raise _violation("verdict.finish_reason", reason.name, sorted(kind.name for kind in allowed))
 
     def _check_logprobs(self, verdict: Verdict, wanted: int | None) -> None:
-        entries = len(verdict.logprobs)
-        if entries != (0 if wanted is None else len(verdict.tokens)):
-            raise _violation("verdict.logprobs", f"{entries} entries", "one per token if asked for, else none")
         for entry in verdict.logprobs:
             counts = (len(entry.top_ids), len(entry.top_logprobs))
             if counts != (wanted, wanted):

@@ -105,7 +105,7 @@ class WorkerPool:
         while (connection := choose()) is None and time.monotonic() < deadline:
             added.clear()
             try:
-                # Polled, because a backoff ends without an event: hundreds of sessions may wait for a first drafter.
+                # Polled, because a backoff ends without an event; not for a first worker, which is an event.
                 most_s = poll_s if self.workers.of(role) else seconds
                 async with asyncio.timeout(min(most_s, max(0.01, deadline - time.monotonic()))):
                     await added.wait()

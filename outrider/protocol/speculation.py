@@ -262,7 +262,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(slots=True)  # as of verdicts
+@dataclass(slots=True)  # not frozen, see Verdict
 class VerifyTimings:
     wait_us: int = 0
     step_us: int = 0
@@ -283,7 +283,7 @@ class SourceTally:
     accepted: int  # accepted tokens that it had guessed
 
 
-@dataclass(slots=True)  # not frozen, as it is made for every token: then it would take four times as long
+@dataclass(slots=True)  # made for every token: a frozen one takes four times as long to make
 class Verdict:
     """Tokens that one verifier step committed for one session; of several steps, `timings` are the last one's."""
 

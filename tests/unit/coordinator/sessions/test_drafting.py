@@ -246,3 +246,14 @@ async def test_late_drafts_on_a_cpu_teach_nothing() -> None:
         session.waited(position, 2.0)
     assert not session.pair.draft_ms.known
     await session.connection.close()
+
+
+async def test_at_another_verifier_steps_are_plain_until_a_drafter_joins() -> None:
+    """It knows nothing of the plan before. Otherwise the first choice there may change nothing, and is not sent."""
+    session = Session()
+    drafting, control = session.drafting, session.drafting.control
+    drafting._context = replace(drafting._context, drafters=0)
+    control.plan, control.wait_timeout_ms = SpeculationPlan(gamma=4), 50.0
+    async with drafting.attached_to(session):
+        assert (control.plan, control.wait_timeout_ms) == (PLAIN, 0.0)
+    await session.connection.close()

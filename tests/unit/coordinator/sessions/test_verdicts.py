@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.sessions.hidden_states.asked_states import AskedStates
 from coordinator.sessions.verdicts import SentMessages, VerdictReader
+from outrider.protocol import convert
 from outrider.protocol.errors import ProtocolViolation
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import Grammar, SamplingParams
@@ -279,3 +280,15 @@ def test_guesses_of_a_drafter_in_the_verifiers_process_need_no_message() -> None
     found = read(verdict(timings=timings), VerdictReader(record, TARGET, sent, time.monotonic() - 1))
     assert found.proposed == 4
     assert found.timings.draft_us == 500, "drafting is a part of the wait"
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [{"sources": [verify.SourceTally()] * 30_000}, {"logprobs": [verify.TokenLogprobs()] * 30_000}],
+    ids=["sources", "logprobs"],
+)
+def test_entries_are_counted_before_conversion(entries: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their conversion takes the event loop from all sessions."""
+    monkeypatch.delattr(convert, "verdict_from_proto")
+    with pytest.raises(ProtocolViolation):
+        read(verdict(**entries))
