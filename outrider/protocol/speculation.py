@@ -283,7 +283,7 @@ class SourceTally:
     accepted: int  # accepted tokens that it had guessed
 
 
-@dataclass(slots=True)  # made for every token: a frozen one takes four times as long to make
+@dataclass(slots=True)  # made for every token: a frozen one takes several times as long to make
 class Verdict:
     """Tokens that one verifier step committed for one session; of several steps, `timings` are the last one's."""
 
