@@ -21,13 +21,16 @@ def split(endpoint: str, *, lowest_port: int = 1) -> tuple[str, int]:
     return host, int(port)
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
+def address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address that a host is; None: it is a name."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or ((found := address(host)) is not None and found.is_loopback)
 
 
 def allowed(endpoints: str, *, allow_remote: bool, lowest_port: int = 1) -> list[str]:

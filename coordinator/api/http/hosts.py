@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.api.http.failures import respond
-from outrider.base.endpoint import is_loopback
+from outrider.base.endpoint import address, is_loopback
 from outrider.protocol.errors import InvalidRequest, shorten
 
 ANY = "*"
+ADDRESSES = "any IP address"
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _FORBIDDEN = 403
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -21,12 +22,12 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 def hosts_of(host: str, allowed: Iterable[str]) -> frozenset[str]:
     """Return the names that a Host header may have at a listener on `host`.
 
-    On loopback, other names indicate DNS rebinding.
+    On loopback, others indicate DNS rebinding. Elsewhere addresses do not: rebinding needs a name.
     """
     names = frozenset(name.lower() for name in allowed)
-    if not is_loopback(host) and not names:
-        return frozenset({ANY})
-    return names | LOOPBACK | {host.lower(), ""}  # HTTP/1.0 clients send none, and browsers do not use it
+    if is_loopback(host):
+        return names | LOOPBACK | {host.lower(), ""}  # HTTP/1.0 clients send none, and browsers do not use it
+    return names | LOOPBACK | {host.lower(), "", ADDRESSES} if names else frozenset({ANY})
 
 
 class RequestChecks:
@@ -54,30 +55,25 @@ class RequestChecks:
 
     def _origin_fault(self, headers: Headers, method: str) -> tuple[InvalidRequest, int] | None:
         host = headers.get("host", "")
-        if ANY not in self._hosts and _name(host) not in self._hosts:
+        if not self._serves(_parsed(f"//{host}").hostname or ""):
             message = f"Host {shorten(repr(host))} is not served here; --allowed-hosts names further ones"
             served = ", ".join(sorted(self._hosts - {""}))
             return InvalidRequest(message, field="Host", value=host, limit=served), _FORBIDDEN
         origin = headers.get("origin")
         if method in _SAFE or origin is None or ANY in self._origins or origin in self._origins:
             return None
-        if _netloc(origin) == host.lower():
+        if _parsed(origin).netloc.lower() == host.lower():
             return None
         message = f"pages of {shorten(repr(origin))} may not call this; --cors-origins names those that may"
         return InvalidRequest(message, field="Origin", value=origin, limit=host), _FORBIDDEN
 
+    def _serves(self, name: str) -> bool:
+        return not self._hosts.isdisjoint({ANY, name}) or (ADDRESSES in self._hosts and address(name) is not None)
 
-def _netloc(origin: str) -> str:
-    """Return the `host:port` of an origin; empty for "null" and invalid ones."""
+
+def _parsed(url: str) -> SplitResult:
+    """Return the parts of a URL; an invalid one has a host that no request names."""
     try:
-        return urlsplit(origin).netloc.lower()
+        return urlsplit(url)
     except ValueError:
-        return ""
-
-
-def _name(host: str) -> str:
-    """Return the name of a Host header without its port."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return "?"
+        return urlsplit("// ")
