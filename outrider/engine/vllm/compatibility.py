@@ -75,7 +75,7 @@ def check_installed() -> None:
             "vLLM is not installed",
             field="engine",
             value="vllm",
-            limit="pip install 'outrider[vllm]', or see docs/vllm.md for a CPU",
+            limit="an environment with vLLM: docs/vllm.md, Installation",
         )
     numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
     if numbers not in TESTED:
