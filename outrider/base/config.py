@@ -86,9 +86,7 @@ class Settings(BaseModel):
     insecure: bool = Field(False, description="Allow --host other than loopback without keys.")
     max_message_mib: int = Field(32, ge=1, le=512, description="Maximum size of a gRPC message, MiB.")
     max_streams: int = Field(1024, ge=1, description="Maximum streams per connection, and sessions per shared one.")
-    max_connections: int = Field(
-        1024, ge=1, description="Connections per port; fewer if the descriptor limit requires it."
-    )
+    max_connections: int = Field(1024, ge=1, description="Connections per port; fewer if the descriptor limit says so.")
     open_timeout_s: float = Field(10.0, gt=0, description="Timeout for a stream's first message, seconds.")
     write_timeout_s: float = Field(
         30.0, gt=0, description="A stream ends if its peer does not read a message within this time, seconds."
@@ -157,9 +155,7 @@ class WorkerSettings(Settings):
     prefix_tokens: int = Field(
         -1, ge=-1, description="Cached tokens of ended sessions to keep; -1: an eighth of --kv-tokens, on CUDA all."
     )
-    pace: str = Field(
-        "", description="For benchmarks: minimum time of a step by its tokens, ms, e.g. 1:40,16:40,32:80."
-    )
+    pace: str = Field("", description="For benchmarks: least time of a step by its tokens, ms, e.g. 1:40,16:40,32:80.")
     blur: str = Field("", description="With --pace: noise added to the logits, by position, e.g. 200:1.5,400:0.")
 
 

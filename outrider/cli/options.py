@@ -27,9 +27,7 @@ TlsCa = Annotated[
 ]
 TlsCert = Annotated[str, option("--tls-cert", "PEM file: client certificate, if the coordinator requires one.")]
 TlsKey = Annotated[str, option("--tls-key", "PEM file: private key of --tls-cert.")]
-TlsName = Annotated[
-    str, option("--tls-name", "Name in the coordinator's certificate. Default: the host in --endpoint.")
-]
+TlsName = Annotated[str, option("--tls-name", "Name in the coordinator's certificate. Default: host of --endpoint.")]
 Model = Annotated[str, option("--model", "Target, by name or alias, where a fleet has several.")]
 MaxTokens = Annotated[int, option("--max-tokens", "Maximum number of tokens to generate.")]
 Temperature = Annotated[float, option("--temperature", "0 is greedy: the most likely token.")]
@@ -42,9 +40,7 @@ Seed = Annotated[
 Gamma = Annotated[
     int | None, option("--gamma", "Fix γ, the number of tokens guessed ahead; 0 is plain decoding. Default: adaptive.")
 ]
-Branches = Annotated[
-    int | None, option("--branches", "Fix the number of guesses per position. Default: adaptive.", min=1)
-]
+Branches = Annotated[int | None, option("--branches", "Fix the guesses per position. Default: adaptive.", min=1)]
 Ahead = Annotated[
     bool | None,
     option("--ahead/--in-turns", "Let the drafter continue while its guesses are checked, or wait. Default: adaptive."),

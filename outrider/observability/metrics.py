@@ -99,57 +99,53 @@ class CoordinatorMetrics(Metrics):
         super().__init__("coordinator", "requests")
         self._plans = tuple(plans)
         self._targets: dict[str, TargetMetrics] = {}
-        model = "model_name"
+        model, counter, gauge, histogram = "model_name", self._counter, self._gauge, self._histogram
 
         # Requests.
-        self._refused_by = self._counter("requests_refused_by_limit", "Rejected because of a limit.", "limit")
+        self._refused_by = counter("requests_refused_by_limit", "Rejected because of a limit.", "limit")
         for limit in _LIMITS:
             self._refused_by.labels(limit)
-        self.running = self._gauge("num_requests_running", "Requests that have produced tokens.", model)
-        self.waiting = self._gauge(
-            "num_requests_waiting", "Requests without a token yet: queued, or in prefill.", model
-        )
-        self.waiting_by_class = self._gauge(
+        self.running = gauge("num_requests_running", "Requests that have produced tokens.", model)
+        self.waiting = gauge("num_requests_waiting", "Requests without a token yet: queued, or in prefill.", model)
+        self.waiting_by_class = gauge(
             "requests_waiting_by_priority",
             "The same by priority class; a class that has had none is left out.",
             model,
             "priority",
         )
-        self.success = self._counter(
+        self.success = counter(
             "request_success", "Requests that ended without an error, by finish reason.", model, "finished_reason"
         )
-        self.failed = self._counter("requests_failed", "Requests that ended by an error, by error code.", model, "code")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started requests.", model)
-        self.generation_tokens = self._counter("generation_tokens", "Tokens committed.", model)
-        self.first_token = self._histogram(
+        self.failed = counter("requests_failed", "Requests that ended by an error, by error code.", model, "code")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of started requests.", model)
+        self.generation_tokens = counter("generation_tokens", "Tokens committed.", model)
+        self.first_token = histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_S, model
         )
-        self.between = self._histogram(
+        self.between = histogram(
             "inter_token_latency_seconds",
             "Time between consecutive verdicts of a request; each may commit several tokens.",
             _BETWEEN_TOKENS_S,
             model,
         )
-        self.per_token = self._histogram(
+        self.per_token = histogram(
             "request_time_per_output_token_seconds",
             "Per finished request: time per token after the first verdict.",
             _BETWEEN_TOKENS_S,
             model,
         )
-        self.whole = self._histogram(
+        self.whole = histogram(
             "e2e_request_latency_seconds", "Per finished request: from its arrival to its end.", _WHOLE_S, model
         )
-        self.prompt = self._histogram("request_prompt_tokens", "Per finished request: prompt tokens.", _TOKENS, model)
-        self.output = self._histogram(
-            "request_generation_tokens", "Per finished request: output tokens.", _TOKENS, model
-        )
+        self.prompt = histogram("request_prompt_tokens", "Per finished request: prompt tokens.", _TOKENS, model)
+        self.output = histogram("request_generation_tokens", "Per finished request: output tokens.", _TOKENS, model)
 
         # Speculation.
-        self.drafts = self._counter("spec_decode_num_drafts", "Verifier steps that had guesses to check.", model)
-        self.draft_tokens = self._counter(
+        self.drafts = counter("spec_decode_num_drafts", "Verifier steps that had guesses to check.", model)
+        self.draft_tokens = counter(
             "spec_decode_num_draft_tokens", "Guessed tokens checked, along the longest path of each step.", model
         )
-        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Guessed tokens accepted.", model)
+        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Guessed tokens accepted.", model)
         self.accepted_at = PerPosition(
             "spec_decode_num_accepted_tokens_per_pos", "Steps that accepted a guess at this position.", self.registry
         )
@@ -158,26 +154,26 @@ class CoordinatorMetrics(Metrics):
         )
         # Only these four: `vllm bench serve` adds up every metric whose name contains one of its names.
         UnderVllmNames((self.drafts, self.draft_tokens, self.accepted_tokens, self.accepted_at), self.registry)
-        self.gamma = self._histogram("gamma", "γ in force, per verifier step; 0 is plain decoding.", _GAMMA, model)
-        self.plan_steps = self._counter("plan_steps", "Verifier steps by speculation plan.", model, "plan")
-        self.guessed_tokens = self._counter("guessed_tokens", "Tokens that drafters sent.", model, "drafter")
-        self.guess_bytes = self._counter(
+        self.gamma = histogram("gamma", "γ in force, per verifier step; 0 is plain decoding.", _GAMMA, model)
+        self.plan_steps = counter("plan_steps", "Verifier steps by speculation plan.", model, "plan")
+        self.guessed_tokens = counter("guessed_tokens", "Tokens that drafters sent.", model, "drafter")
+        self.guess_bytes = counter(
             "guess_bytes", "Guess messages from drafters, framing included, bytes.", model, "drafter"
         )
-        self.accepted_guesses = self._counter(
+        self.accepted_guesses = counter(
             "accepted_guesses", "Accepted tokens by drafter; several may have guessed the same token.", model, "drafter"
         )
-        self.bytes_per_accepted = self._histogram(
+        self.bytes_per_accepted = histogram(
             "bytes_per_accepted_token", "Per finished request: bytes of guesses per accepted token.", _BYTES, model
         )
-        self.hidden_bytes = self._counter(
+        self.hidden_bytes = counter(
             "hidden_state_bytes", "Hidden states sent to drafters, bytes, counted when a request ends.", model
         )
 
         # The fleet.
-        self.failovers = self._counter("failovers", "Verifiers lost during a request.", model)
-        self.drafter_losses = self._counter("drafter_losses", "Drafters lost during a request.", model)
-        self.workers = self._gauge(
+        self.failovers = counter("failovers", "Verifiers lost during a request.", model)
+        self.drafter_losses = counter("drafter_losses", "Drafters lost during a request.", model)
+        self.workers = gauge(
             "workers",
             "Registered workers: usable, draining, resting after a failure, or shunned after a protocol violation.",
             "role",
@@ -186,15 +182,13 @@ class CoordinatorMetrics(Metrics):
         self.violations = CallbackCounter(
             "protocol_violations", "Protocol violations by workers.", ("role",), self.registry
         )
-        self.round_trips = self._gauge(
-            "worker_round_trip_seconds", "Round trip to a worker, smoothed.", "role", "kind", "worker"
-        )
-        self.worker_sessions = self._gauge(
+        self.round_trips = gauge("worker_round_trip_seconds", "Round trip, smoothed.", "role", "kind", "worker")
+        self.worker_sessions = gauge(
             "worker_sessions", "Sessions of this coordinator on a worker.", "role", "kind", "worker"
         )
-        self.redis_up = self._gauge("redis_up", "1 while Redis answers: sessions survive this coordinator.")
-        self.unwritten = self._gauge("unwritten_sessions", "Sessions with changes not yet written to Redis.")
-        self.records_skipped = self._counter(
+        self.redis_up = gauge("redis_up", "1 while Redis answers: sessions survive this coordinator.")
+        self.unwritten = gauge("unwritten_sessions", "Sessions with changes not yet written to Redis.")
+        self.records_skipped = counter(
             "redis_records_skipped",
             "Records in Redis that were skipped as invalid, by kind and reason.",
             "record",
@@ -322,9 +316,7 @@ class VerifierMetrics(Metrics):
         )
         self.prefix_queries = counter("prefix_cache_queries", "Tokens looked up in the prefix index.")
         self.prefix_hits = counter("prefix_cache_hits", "Of these, tokens found in the KV cache.")
-        self.step_s = histogram(
-            "verifier_step_seconds", "Time of a step: forward pass, sampling and acceptance.", _STEP_S
-        )
+        self.step_s = histogram("verifier_step_seconds", "Time of a step: forward pass, sampling, acceptance.", _STEP_S)
         self.forward_s = histogram("verifier_forward_seconds", "Time of a step's forward pass.", _STEP_S)
         self.batch = histogram("verifier_batch_sessions", "Sessions that shared a step.", _SESSIONS)
         self.tokens = histogram("verifier_step_rows", "Tokens of a step's batch.", _STEP_TOKENS)

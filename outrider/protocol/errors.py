@@ -22,6 +22,10 @@ class OutriderError(Exception):
     grpc_status: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
 
+    def __init_subclass__(cls, code: str = "", grpc: str = "", http: int = 0) -> None:
+        if code:
+            cls.code, cls.grpc_status, cls.http_status = code, grpc, http
+
     def __init__(
         self, message: str, *, field: str = "", value: Any = "", limit: Any = "", retry_after_ms: int | None = None
     ) -> None:
@@ -43,40 +47,28 @@ class OutriderError(Exception):
         return cls(f"{field} is {shorten(str(value))}, must be {limit}{why}", field=field, value=value, limit=limit)
 
 
-class InvalidRequest(OutriderError):
+class InvalidRequest(OutriderError, code="invalid_request", grpc="INVALID_ARGUMENT", http=400):
     """Error for a request that can never succeed."""
 
-    code, grpc_status, http_status = "invalid_request", "INVALID_ARGUMENT", 400
 
-
-class Unauthenticated(OutriderError):
+class Unauthenticated(OutriderError, code="unauthenticated", grpc="UNAUTHENTICATED", http=401):
     """Error for a call without an accepted API key."""
 
-    code, grpc_status, http_status = "unauthenticated", "UNAUTHENTICATED", 401
 
-
-class NotFound(OutriderError):
+class NotFound(OutriderError, code="not_found", grpc="NOT_FOUND", http=404):
     """Error for something that does not exist, or no longer does."""
 
-    code, grpc_status, http_status = "not_found", "NOT_FOUND", 404
 
-
-class Overloaded(OutriderError):
+class Overloaded(OutriderError, code="overloaded", grpc="RESOURCE_EXHAUSTED", http=429):
     """Error for missing capacity; the same request may succeed later."""
 
-    code, grpc_status, http_status = "overloaded", "RESOURCE_EXHAUSTED", 429
 
-
-class Unavailable(OutriderError):
+class Unavailable(OutriderError, code="unavailable", grpc="UNAVAILABLE", http=503):
     """Error for a service without workers yet, or one that is shutting down."""
 
-    code, grpc_status, http_status = "unavailable", "UNAVAILABLE", 503
 
-
-class PeerLost(OutriderError):
+class PeerLost(OutriderError, code="peer_lost", grpc="UNAVAILABLE", http=502):
     """Error for a stream whose peer disconnected before the end."""
-
-    code, grpc_status, http_status = "peer_lost", "UNAVAILABLE", 502
 
 
 class ProtocolViolation(PeerLost):
@@ -86,34 +78,24 @@ class ProtocolViolation(PeerLost):
     """
 
 
-class Fenced(OutriderError):
+class Fenced(OutriderError, code="fenced", grpc="ABORTED", http=409):
     """Error for a session that another coordinator took over with a higher epoch."""
 
-    code, grpc_status, http_status = "fenced", "ABORTED", 409
 
-
-class Conflict(OutriderError):
+class Conflict(OutriderError, code="conflict", grpc="FAILED_PRECONDITION", http=409):
     """Error for a request that contradicts the state it refers to."""
 
-    code, grpc_status, http_status = "conflict", "FAILED_PRECONDITION", 409
 
-
-class Expired(OutriderError):
+class Expired(OutriderError, code="expired", grpc="DEADLINE_EXCEEDED", http=504):
     """Error for a passed deadline."""
 
-    code, grpc_status, http_status = "expired", "DEADLINE_EXCEEDED", 504
 
-
-class ModelMismatch(OutriderError):
+class ModelMismatch(OutriderError, code="model_mismatch", grpc="FAILED_PRECONDITION", http=409):
     """Error for two models that cannot work together."""
 
-    code, grpc_status, http_status = "model_mismatch", "FAILED_PRECONDITION", 409
 
-
-class StartupError(OutriderError):
+class StartupError(OutriderError, code="startup", grpc="INTERNAL", http=500):
     """Error for a service that cannot start: port, model path, configuration."""
-
-    code, grpc_status, http_status = "startup", "INTERNAL", 500
 
 
 KINDS = {OutriderError.code: OutriderError} | {kind.code: kind for kind in OutriderError.__subclasses__()}  # by code

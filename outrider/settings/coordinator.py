@@ -43,9 +43,7 @@ class CoordinatorSettings(Settings, DrafterKey):
     verdict_timeout_s: float = Field(
         10.0, gt=0, description="Timeout for a verdict, seconds, longer for prompts; then the verifier is replaced."
     )
-    session_ttl_s: int = Field(
-        3600, ge=10, description="Time to live of a session in Redis after its last write, seconds."
-    )
+    session_ttl_s: int = Field(3600, ge=10, description="Life of a session in Redis after its last write, seconds.")
     api_keys: SecretStr = Field(
         SecretStr(""),
         description="API keys of clients, separated by commas, or @FILE with one per line; empty: no keys needed.",
