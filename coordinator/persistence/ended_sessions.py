@@ -42,8 +42,11 @@ class EndedSessions:
                 raise _unknown(session_id)
             record = recent
         stored_as_finished = record.finished
-        if recent is not None and (len(recent.tokens), recent.finished) > (len(record.tokens), record.finished):
-            record = replace(recent, epoch=max(recent.epoch, record.epoch))
+        # A claim counts an unfinished session's epoch on by one; beyond that another coordinator has owned it.
+        if recent is not None and recent.epoch + (not record.finished) >= record.epoch:
+            most = max(record, recent, key=lambda each: (len(each.tokens), each.finished))
+            record = replace(most, epoch=max(recent.epoch, record.epoch))
+            self.keep(record)
         return record, stored_as_finished
 
     async def cancel(self, session_id: str) -> bool:

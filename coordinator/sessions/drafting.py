@@ -110,10 +110,10 @@ class Drafting:
     @asynccontextmanager
     async def attached_to(self, verifier: GuessReceiver) -> AsyncIterator[None]:
         """Keep drafters attached while this verifier has the session."""
-        self._verifier, self._passed_at = verifier, -1
         others, plain = load_of(verifier.connection) - 1, getattr(verifier.connection, "plain_steps", None)
         self._estimator.attach_verifier(verifier.connection.info.load.cost, max(0, others), plain)
         self.control.decide(None)  # its steps are plain until a drafter joins
+        self._verifier, self._passed_at, self.control.paying_nodes = verifier, -1, 0
         places = range(self._context.drafters * self.control.wants_drafter)
         async with background(*(self._keep_drafting(verifier, place) for place in places)):
             try:
@@ -273,8 +273,9 @@ class Drafting:
         del self._attached[drafter.source]
         self._selection.remove(drafter.source)
         histories = self._histories.pop(drafter.source)
-        shared = drafter.shares_cores and not self._estimator.shared  # beside others, guesses are judged anew
-        reading = None if not shared else 0.0 if drafter.direct and self._text.cold else READING
+        read = drafter.joined and drafter.shares_cores
+        owes = read and not self._estimator.shared  # beside others, guesses are judged anew
+        reading = None if not owes else 0.0 if drafter.direct and self._text.cold else READING
         histories.remember(drafter.pair, self._estimator.pair, alone=self._sources == 1, reading=reading)
 
     def _steer(self) -> None:

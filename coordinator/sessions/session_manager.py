@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -96,6 +97,7 @@ class SessionManager:
             self._quotas,
         )
         self._sessions: dict[str, Session] = {}
+        self._claiming: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by session
         self.attached: list[str] = []  # tenants of sessions that engines attached
         self.ended = EndedSessions(self.store)
         self._keys = IdempotencyKeys(self.store)
@@ -193,33 +195,32 @@ class SessionManager:
             if known.target.identity != target.identity:
                 raise Conflict("this idempotency_key was used for another model", field="idempotency_key")
             return known
-        return self._run(Session(record, target, self._context))
+        return self._live(record.session_id) or self._run(Session(record, target, self._context))
 
     async def take_over(self, session_id: str, position: int, tail: tuple[int, ...]) -> Session:
         """Return the session to follow: the running one, or one continued from its record."""
         if (live := self._live(session_id)) is not None:
             await live.opened()
-        if live is not None and not live.ended:
-            check_position(position, live.record)
-            return live
-        self.targets.check_any()
-        if self._draining:  # before it claims the session
-            raise Unavailable("this coordinator is shutting down", retry_after_ms=500)
-        record, stored_as_finished = await self.ended.load(session_id)
-        if (target := self.targets.of(record.model)) is None:
-            message = f"no verifier of the target of session {session_id} has reported; is one starting?"
-            raise Unavailable(message, field="session_id", value=session_id, retry_after_ms=500)
-        self.store.check(record, target.info)
-        if not record.finished:
+        async with self._claiming.setdefault(session_id, asyncio.Lock()):  # a second claim would fence the first
+            if (live := self._live(session_id)) is not None:
+                check_position(position, live.record)
+                return live
+            self.targets.check_any()
+            if self._draining:  # before it claims the session
+                raise Unavailable("this coordinator is shutting down", retry_after_ms=500)
+            record, stored_as_finished = await self.ended.load(session_id)
+            if (target := self.targets.of(record.model)) is None:
+                message = f"no verifier of the target of session {session_id} has reported; is one starting?"
+                raise Unavailable(message, field="session_id", value=session_id, retry_after_ms=500)
+            self.store.check(record, target.info)
+            if not record.finished:
+                check_position(position, record)
+                append_tail(record, position, tail, target)
+                await finish_ended(record, target)
+                self._quotas.admit_takeover(sum(not session.ended for session in self._sessions.values()))
             check_position(position, record)
-            append_tail(record, position, tail, target)
-            await finish_ended(record, target)
-            self._quotas.admit_takeover(sum(not session.ended for session in self._sessions.values()))
-        check_position(position, record)
-        if (again := self._live(session_id)) is not None:
-            return again  # another request continued it while the record was read
-        session = Session(record, target, self._context)
-        return session if stored_as_finished else self._run(session)
+            session = Session(record, target, self._context)
+            return session if stored_as_finished else self._live(session_id) or self._run(session)
 
     def _live(self, session_id: str) -> Session | None:
         """Return the session if it runs here and belongs to this tenant."""

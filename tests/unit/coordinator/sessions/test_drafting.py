@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from coordinator.control.estimator import READING, PairEstimate
+from coordinator.control.estimator import READING, PairEstimate, PairHistory
+from coordinator.control.goodput import PAYING_NODES
 from coordinator.control.throughput_model import PLAIN, Conditions, Mode, SpeculationPlan, draft_wait_timeout_ms
-from coordinator.persistence.session_record import SessionRecord, SessionRequest
+from coordinator.persistence.pair_history import PairHistoryStore
+from coordinator.persistence.session_record import SessionRecord, SessionRequest, SpeculationOptions
+from coordinator.persistence.store import Store
 from coordinator.sessions.drafter_stream import DrafterStream
 from coordinator.sessions.drafting import DIRECT_WAIT_MS, Drafting, DraftingContext
 from coordinator.sessions.stats import RequestStats
+from coordinator.sessions.streams import VerifierStream
+from coordinator.workers.choosers import DrafterChooser
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.worker_connection import WorkerConnection
+from coordinator.workers.worker_pool import WorkerPool
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import Span
 from outrider.protocol import convert
-from outrider.protocol.cost_curve import UNKNOWN_COST
+from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import TokenKind, Verdict, VerifySteering, VerifyTimings
 from outrider.speculation.tree import GuessTree
 from outrider.v1 import common_pb2 as common
+from outrider.v1 import verifier_pb2 as verify
 
 PROMPT = (1, 2)
 MODEL = ModelInfo("m", "f", vocab_size=100)
@@ -43,9 +52,11 @@ class Session:
         *,
         single: bool = False,
         device: str = "",
+        speculation: SpeculationOptions | None = None,
     ) -> None:
         params = SamplingParams(temperature=temperature, seed=1, max_tokens=500)
-        self.record = SessionRecord("s", SessionRequest(PROMPT, params), tokens=list(committed))
+        request = SessionRequest(PROMPT, params, speculation or SpeculationOptions())
+        self.record = SessionRecord("s", request, tokens=list(committed))
         self.whole = [*PROMPT, *committed]
         self.relayed: list[common.Guess] = []
         self.trees = [GuessTree(self.whole, single=single, max_nodes=200, max_ahead=50) for _ in range(2)]
@@ -204,6 +215,7 @@ async def test_a_drafter_that_leaves_owes_its_reading_where_it_took_the_verifier
     session = Session(temperature=temperature)
     drafting, histories = session.drafting, Remembering()
     session.drafter.direct, session.drafter.shares_cores = direct, shares_cores
+    session.drafter.joined = True
     drafting._estimator.shared = beside_others
     drafting._attached[1], drafting._histories[1] = session.drafter, histories  # type: ignore[assignment]
     drafting._sources = 1
@@ -212,6 +224,81 @@ async def test_a_drafter_that_leaves_owes_its_reading_where_it_took_the_verifier
     assert histories.reading == reading
     assert not drafting._attached
     assert not drafting._histories
+    await session.connection.close()
+
+
+async def test_a_drafter_that_never_opened_owes_nothing_for_reading() -> None:
+    session, histories = Session(), Remembering()
+    drafting = session.drafting
+    session.drafter.direct = session.drafter.shares_cores = True
+    drafting._attached[1], drafting._histories[1] = session.drafter, histories  # type: ignore[assignment]
+    drafting._sources = 1
+    drafting._selection.add(1, 0.0, 1.0)
+    drafting._leave(session.drafter)
+    assert histories.reading is None
+    await session.connection.close()
+
+
+class Refusing:
+    """A session call that ends before the session is open."""
+
+    def send(self, message: bytes) -> bool:
+        return True
+
+    async def read(self) -> bytes | None:
+        return None
+
+    def cancel(self) -> None:
+        """Do nothing: it has ended."""
+
+    async def close(self) -> None:
+        """Do nothing: it has ended."""
+
+
+class OneDrafter:
+    """A worker pool that always chooses the same drafter, and says when it was asked for a third one."""
+
+    def __init__(self, drafter: WorkerConnection) -> None:
+        self.drafter = drafter
+        self.asked = 0
+        self.asked_again = asyncio.Event()
+        self.workers = SimpleNamespace(of=lambda role: [])
+
+    async def wait_for(self, *_: Any, **__: Any) -> WorkerConnection:
+        self.asked += 1
+        if self.asked == 3:
+            self.asked_again.set()
+            await asyncio.Event().wait()
+        return self.drafter
+
+
+class SameProcess(VerifierStream):
+    """A stream to the verifier in a drafter's process, which is not open."""
+
+    def send(self, message: verify.VerifyRequest) -> None:
+        """Take no notice."""
+
+
+class NoPairs:
+    """A Redis without pair histories."""
+
+    async def pair(self, target: str, drafter: str) -> PairHistory | None:
+        return None
+
+
+async def test_a_direct_drafter_that_does_not_open_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session()
+    drafting, pool = session.drafting, OneDrafter(session.connection)
+    monkeypatch.setattr(session.connection, "start_session", lambda metadata: Refusing())
+    pairs = PairHistoryStore(cast(Store, cast(Any, NoPairs())))
+    drafting._context = replace(drafting._context, worker_pool=cast(WorkerPool, cast(Any, pool)), pairs=pairs)
+    drafting._chooser = DrafterChooser(drafting._context.worker_pool, MODEL, "", lambda drafter: True)
+    verifier = SameProcess(session.connection, session.record, MODEL, Span(), VerifySteering())
+    async with drafting.attached_to(verifier):
+        await asyncio.wait_for(pool.asked_again.wait(), 5.0)
+    assert drafting._sources == drafting._stats.drafter_losses == 2
+    assert verifier._sent.direct
+    assert not drafting._attached
     await session.connection.close()
 
 
@@ -256,4 +343,42 @@ async def test_at_another_verifier_steps_are_plain_until_a_drafter_joins() -> No
     control.plan, control.wait_timeout_ms = SpeculationPlan(gamma=4), 50.0
     async with drafting.attached_to(session):
         assert (control.plan, control.wait_timeout_ms) == (PLAIN, 0.0)
+    await session.connection.close()
+
+
+class Shared:
+    """A verifier with other sessions, or none, and what it is told. It is far away, so that waits do not pay."""
+
+    def __init__(self, others: int) -> None:
+        load = WorkerLoad(sessions=1 + others, cost=CostCurve.line(20.0, 0.1))
+        info = WorkerInfo(f"v{others}", Role.VERIFIER, "127.0.0.1:2", MODEL, load=load)
+        self.connection = SimpleNamespace(info=info, sessions=1, round_trip_ms=60.0)
+        self.told: list[VerifySteering] = []
+
+    def guess(self, guess: common.Guess) -> None:
+        pytest.fail("no drafter has guessed")
+
+    def steer(self, steering: VerifySteering) -> None:
+        self.told.append(steering)
+
+
+@pytest.mark.parametrize("others", [0, 3], ids=["after one that was its own", "after another shared one"])
+async def test_another_verifier_with_other_sessions_is_told_that_it_may_choose_guesses(
+    monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    """A plan ahead leaves it the choice of guesses. It does not know what the verifier before was told."""
+    session = Session([10], speculation=SpeculationOptions(gamma=4, ahead=True))
+    drafting = session.drafting
+    drafting._context = replace(drafting._context, drafters=0)
+    monkeypatch.setattr(session.drafter, "_call", Refusing())
+    for verifier, paying_nodes in ((Shared(others), PAYING_NODES if others else None), (Shared(3), PAYING_NODES)):
+        async with drafting.attached_to(verifier):
+            drafting._attached[1], session.drafter.joined = session.drafter, True
+            drafting._selection.add(1, 2.0, 1.0)
+            drafting._steer()
+            assert drafting.control.plan.ahead
+            assert not drafting.control.plan.awaited
+            assert [steering.paying_nodes for steering in verifier.told] == [paying_nodes]
+            del drafting._attached[1]
+            drafting._selection.remove(1)
     await session.connection.close()

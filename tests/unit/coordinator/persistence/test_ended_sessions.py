@@ -1,0 +1,94 @@
+"""Which record continues a session that ended here: the stored one, or what this coordinator kept of it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from coordinator.persistence.ended_sessions import EndedSessions
+from coordinator.persistence.redis_connection import StoreDown
+from coordinator.persistence.session_record import SessionRecord, SessionRequest
+from coordinator.persistence.store import Store
+from outrider.protocol.errors import NotFound
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import FinishReason, TokenKind
+
+NONE, CANCELLED = FinishReason.NONE, FinishReason.CANCELLED
+
+
+class Claims:
+    """A store that answers one claim after the other: with a record, with none, or not at all."""
+
+    def __init__(self, *answers: SessionRecord | StoreDown | None) -> None:
+        self._answers = list(answers)
+
+    async def claim(self, session_id: str, tenant: str) -> SessionRecord | None:
+        assert (session_id, tenant) == ("s", "")
+        answer = self._answers.pop(0)
+        if isinstance(answer, StoreDown):
+            raise answer
+        return answer
+
+
+def record_of(num_tokens: int, epoch: int, finish: FinishReason = NONE) -> SessionRecord:
+    request = SessionRequest((1, 2), SamplingParams(seed=1, max_tokens=100))
+    tokens, kinds = list(range(num_tokens)), [TokenKind.PLAIN] * num_tokens
+    return SessionRecord("s", request, epoch=epoch, tokens=tokens, kinds=kinds, finish_reason=finish)
+
+
+def ended(kept: SessionRecord | None, *answers: SessionRecord | StoreDown | None) -> EndedSessions:
+    sessions = EndedSessions(cast(Store, cast(Any, Claims(*answers))))
+    if kept is not None:
+        sessions.keep(kept)
+    return sessions
+
+
+async def load(sessions: EndedSessions) -> tuple[int, int, FinishReason, bool]:
+    """Return the loaded record's number of tokens, epoch and end, and whether it is stored as finished."""
+    record, stored_as_finished = await sessions.load("s")
+    return len(record.tokens), record.epoch, record.finish_reason, stored_as_finished
+
+
+async def test_a_session_cancelled_at_another_coordinator_stays_cancelled() -> None:
+    """It had not received the last five tokens. Continued from the kept record, each write would be fenced."""
+    sessions = ended(record_of(85, epoch=1), record_of(80, 2, CANCELLED))
+    assert await load(sessions) == (80, 2, CANCELLED, True)
+
+
+async def test_a_session_that_another_coordinator_has_owned_since_continues_as_that_one_left_it() -> None:
+    sessions = ended(record_of(85, epoch=1), record_of(83, 3), record_of(83, 4))
+    assert await load(sessions) == (83, 3, NONE, False)
+    assert await load(sessions) == (83, 4, NONE, False), "nor does the kept record win later"
+
+
+async def test_tokens_that_the_store_lacks_are_kept_through_every_claim_of_this_coordinator() -> None:
+    """The first load may have come to nothing: its request had a wrong position, or there was no verifier."""
+    sessions = ended(record_of(85, epoch=1), record_of(80, 2), record_of(80, 3))
+    assert await load(sessions) == (85, 2, NONE, False)
+    assert await load(sessions) == (85, 3, NONE, False)
+
+
+async def test_an_end_that_the_store_lacks_is_kept() -> None:
+    sessions = ended(record_of(85, 1, CANCELLED), record_of(85, 2))
+    assert await load(sessions) == (85, 2, CANCELLED, False), "it is yet to be stored"
+
+
+@pytest.mark.parametrize("answer", [StoreDown("away"), None], ids=["does not answer", "has lost it"])
+async def test_without_a_stored_record_the_kept_one_continues(answer: StoreDown | None) -> None:
+    assert await load(ended(record_of(85, epoch=1), answer)) == (85, 1, NONE, False)
+
+
+async def test_a_store_that_lost_writes_does_not_lower_the_epoch() -> None:
+    """Otherwise workers would take the session for an older one."""
+    sessions = ended(record_of(85, epoch=5), record_of(60, 2), record_of(60, 3))
+    assert await load(sessions) == (85, 5, NONE, False)
+    assert await load(sessions) == (85, 5, NONE, False)
+
+
+async def test_a_session_that_was_never_here_is_the_stores() -> None:
+    assert await load(ended(None, record_of(80, 2))) == (80, 2, NONE, False)
+    with pytest.raises(NotFound, match="no session"):
+        await load(ended(None, None))
+    with pytest.raises(StoreDown):
+        await load(ended(None, StoreDown("away")))

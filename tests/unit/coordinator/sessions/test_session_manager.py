@@ -1,0 +1,111 @@
+"""Requests for one session that come at once: all follow the same one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from coordinator.persistence.ended_sessions import EndedSessions
+from coordinator.persistence.session_record import SessionRecord, SessionRequest
+from coordinator.persistence.store import Store
+from coordinator.sessions import session_manager
+from coordinator.sessions.session import Session
+from coordinator.sessions.session_manager import SessionManager
+from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.target import Target
+from outrider.protocol.errors import InvalidRequest, NotFound
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.testing.toy_models import byte_tokenizer
+
+NOTHING: Any = None
+TARGET = Target(ModelInfo("m", "f", vocab_size=100), byte_tokenizer(), NOTHING, NOTHING, identity="m f")
+REQUEST = SessionRequest((1, 2), SamplingParams(seed=1, max_tokens=8))
+
+
+class SlowClaims:
+    """A store that counts the epoch on with each claim and answers a little later."""
+
+    def __init__(self, *stored: str) -> None:
+        self.epochs = dict.fromkeys(stored, 1)  # by session
+        self.pending = self.most_pending = 0
+
+    async def claim(self, session_id: str, tenant: str) -> SessionRecord | None:
+        record = None
+        if session_id in self.epochs:
+            self.epochs[session_id] += 1
+            record = SessionRecord(session_id, REQUEST, epoch=self.epochs[session_id], model=TARGET.identity)
+        self.pending += 1
+        self.most_pending = max(self.most_pending, self.pending)
+        await asyncio.sleep(0.01)
+        self.pending -= 1
+        return record
+
+
+class Requests:
+    """The requests of a coordinator whose sessions do not run."""
+
+    def __init__(self, manager: SessionManager) -> None:
+        self.manager = manager
+        self.stored = SlowClaims()
+
+    def store(self, *sessions: str) -> None:
+        self.stored = SlowClaims(*sessions)
+        self.manager.ended = EndedSessions(cast(Store, cast(Any, self.stored)))
+
+    async def resume(self, *sessions: str, position: int = 0) -> list[Session]:
+        return await asyncio.gather(*(self.manager.take_over(each, position, ()) for each in sessions))
+
+    async def find(self, session_id: str) -> Session:
+        record = SessionRecord(session_id, REQUEST, model=TARGET.identity)
+        return await self.manager._find_by_key(record, TARGET)
+
+
+@pytest.fixture
+async def requests(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Requests]:
+    monkeypatch.setattr(Session, "start", lambda session: None)
+    monkeypatch.setattr(session_manager, "_FIND_WAIT_S", 0.001)
+    manager = SessionManager(CoordinatorSettings(), "redis://127.0.0.1:1", FleetKeys())
+    manager.targets.add(TARGET, lambda identity: ())
+    yield Requests(manager)
+    await manager.stop()
+
+
+async def test_of_two_that_resume_a_session_at_once_one_claims_it(requests: Requests) -> None:
+    """A second claim would fence the session that runs by the first one."""
+    requests.store("s")
+    one, other = await requests.resume("s", "s")
+    assert one is other
+    assert one.record.epoch == requests.stored.epochs["s"] == 2
+    assert requests.manager.live == [one]
+    assert not requests.manager._claiming, "what they waited for is forgotten"
+
+
+async def test_sessions_are_resumed_beside_each_other(requests: Requests) -> None:
+    requests.store("s", "t")
+    one, other = await requests.resume("s", "t")
+    assert (one.record.session_id, other.record.session_id) == ("s", "t")
+    assert requests.stored.epochs == {"s": 2, "t": 2}
+    assert requests.stored.most_pending == 2, "no session waits for another one"
+
+
+async def test_a_request_that_fails_leaves_the_session_to_the_next_one(requests: Requests) -> None:
+    requests.store("s")
+    with pytest.raises(InvalidRequest, match="from_position"):
+        await requests.resume("s", position=9)
+    (session,) = await requests.resume("s")
+    assert session.record.epoch == requests.stored.epochs["s"]
+    with pytest.raises(NotFound):
+        await requests.resume("unknown")
+
+
+async def test_two_of_one_idempotency_key_start_its_session_once(requests: Requests) -> None:
+    """The coordinator that reserved the key failed before it stored the session."""
+    requests.store()
+    one, other = await asyncio.gather(requests.find("s"), requests.find("s"))
+    assert one is other
+    assert requests.manager.live == [one]
