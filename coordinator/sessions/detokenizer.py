@@ -58,19 +58,24 @@ class TextPiece(NamedTuple):
 
 
 class TextStream:
-    """Detokenised text with stop strings applied. A possible start of a stop string is held back.
+    """Detokenised text with stop strings applied. A possible start of a stop string is held back,
+    unless a special token follows.
 
     The text returned after n tokens depends only on these tokens, not on their
     grouping, so a stream can be resumed at any token.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        self._decode = decode
         self._detokeniser = Detokeniser(decode, prompt)
         self._stops = stops
         self._pending = ""
 
     def add(self, token: int) -> TextPiece:
         text = self._detokeniser.add(token)
+        if self._pending and not text and not self._decode((token,)):  # a special token, which may be a mark
+            text, self._pending = self._pending, ""
+            return TextPiece(text)
         return self._release(text) if self._stops else TextPiece(text)
 
     def end(self) -> TextPiece:

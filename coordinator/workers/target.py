@@ -66,8 +66,8 @@ class Target:
                 value=self.info.name,
                 limit="a target with a chat template",
             )
-        cut = CutChat(chat, self._control)
         try:
+            cut = CutChat(chat, self._control)
             text = self.tokenizer.apply_chat_template(
                 cut.messages,
                 tools=cut.tools or None,

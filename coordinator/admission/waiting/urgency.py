@@ -19,7 +19,7 @@ from outrider.security.tenants import tenant
 TIMEOUT_HEADER = "X-Request-Timeout"
 MAX_PRIORITY = 100
 MAX_TIMEOUT_S = 86_400
-_NUMBER = re.compile(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,3})?", re.IGNORECASE)
+_NUMBER = re.compile(r"\+?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,3})?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ An unsupported field that would change the answer is rejected by name; fields th
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -14,6 +16,7 @@ from starlette.requests import Request
 
 from coordinator.admission.waiting.urgency import MAX_PRIORITY
 from coordinator.api.http.failures import of_validation
+from coordinator.api.preprocess import LARGE_BYTES
 from outrider.protocol.errors import InvalidRequest, shorten
 from outrider.protocol.field_limits import LONGEST
 from outrider.protocol.sampling_params import (
@@ -83,8 +86,15 @@ async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
     if media != "application/json":
         message = f"Content-Type is {shorten(media) or 'absent'}, must be application/json"
         raise HTTPException(_UNSUPPORTED_MEDIA, message)
+    data = await request.body()
+    if len(data) > LARGE_BYTES:  # megabytes take seconds, and other streams go on meanwhile
+        return await asyncio.to_thread(_read, data, kinds)
+    return _read(data, kinds)
+
+
+def _read(body: bytes, kinds: Sequence[type[BodyModel]]) -> BodyModel:
     try:
-        data = from_json(await request.body(), allow_inf_nan=False, cache_strings=False)
+        data = from_json(body, allow_inf_nan=False, cache_strings=False)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {shorten(str(error))}", field="body") from error
     named = data if isinstance(data, dict) else {}

@@ -95,7 +95,7 @@ class CompletionReplies(Replies[CompletionBody]):
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.CompletionChoice:
         return {
             "index": number,
-            "text": self._echo(session) + text_of(tokens) + session.output.rest.text,
+            "text": self._echo(number, session) + text_of(tokens) + session.output.rest.text,
             "logprobs": self._logprobs([*self.prompts.get(session.record.request.prompt, ()), *tokens], 0),
             "finish_reason": reason_of(session),
         }
@@ -104,7 +104,7 @@ class CompletionReplies(Replies[CompletionBody]):
         parts: list[responses.CompletionChunkChoice] = []
         if self._body.echo and number not in self._written:
             prompt = self.prompts.get(session.record.request.prompt, ())
-            echo, logprobs = self._echo(session), self._logprobs(prompt, 0)
+            echo, logprobs = self._echo(number, session), self._logprobs(prompt, 0)
             parts.append({"index": number, "text": echo, "logprobs": logprobs, "finish_reason": None})
             self._written[number] += len(echo)
         text = text_of(tokens) if tokens else session.output.rest.text
@@ -117,8 +117,9 @@ class CompletionReplies(Replies[CompletionBody]):
                 parts[-1]["speculation"] = speculation_of(session, tokens)
         return parts
 
-    def _echo(self, session: Session) -> str:
-        return self._target.decode(session.record.request.prompt) if self._body.echo else ""
+    def _echo(self, number: int, session: Session) -> str:
+        sent = self._body.prompts[number // self._body.choices] if self._body.echo else ""
+        return sent if isinstance(sent, str) else self._target.decode(session.record.request.prompt)
 
     def _logprobs(self, tokens: Sequence[Token], offset: int) -> responses.CompletionLogprobs | None:
         """Return the log probabilities; `offset` is the number of characters before these tokens."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator.api.http.agents.bodies import ChatFields
 from coordinator.workers.target import Target
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -61,15 +62,15 @@ class Manner:
     thinking: bool = False  # the prompt ends in <think>
 
 
-def manner_of(target: Target, parser: str, *, prompted: bool) -> Manner:
-    """Return the manner that the chat template shows, or `parser` names; `prompted`: the prompt opens the answer."""
+def manner_of(target: Target, parser: str, body: ChatFields) -> Manner:
+    """Return the manner that the chat template shows for such a body; `parser` may name its dialect."""
     tokenizer = target.tokenizer
     template = str(tokenizer.get_chat_template(None, tools=[{}])) if tokenizer.chat_template else ""
     dialect = _by_template(template) if parser == "auto" else _BY_NAME[parser]
     if dialect is MISTRAL and "[ARGS]" in template:
         dialect = MISTRAL_ARGS
     thinks = THOUGHT in template
-    return Manner(dialect, "tools" in template, thinks, thinks and prompted and _opens_thinking(target))
+    return Manner(dialect, "tools" in template, thinks, thinks and _opens_thinking(target, body))
 
 
 def _by_template(template: str) -> Dialect:
@@ -82,10 +83,10 @@ def _by_template(template: str) -> Dialect:
     return JSON
 
 
-def _opens_thinking(target: Target) -> bool:
-    question = [{"role": "user", "content": "?"}]
+def _opens_thinking(target: Target, body: ChatFields) -> bool:
+    chat, opens = [{"role": "user", "content": "?"}], body.add_generation_prompt
     try:
-        text = target.tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+        text = target.tokenizer.apply_chat_template(chat, add_generation_prompt=opens, tokenize=False, **body.variables)
     except Exception:  # templates are programs; the request's own chat shows whether this one works
         return False
     return str(text).rstrip().endswith(THINK)

@@ -119,7 +119,7 @@ class AnswerParser:
     def _opening(self) -> bool:
         """Find out whether an answer begins with calls, where only there they may be."""
         self._state = _State.CONTENT
-        text = begun = self._text.lstrip()
+        text = begun = self._text.lstrip(" \n")  # other blanks begin free text, as for the grammar
         if self._formatted:
             self._text, begun = text, "".join(text.split())
         if not self._ended and any(start.startswith(begun) and start != begun for start in self._starts):

@@ -33,17 +33,18 @@ async def echoed_prompts(
     if not body.echo or body.logprobs is None:
         return {}
     distinct = {request.prompt: request for request in requests}
+    sent = dict(zip((each.prompt for each in requests[:: body.choices]), map(str, body.prompts), strict=True))
     runs = sum(len([*_runs(prompt, target.info.eos_token_ids)]) for prompt in distinct)
     if runs > (most := len(distinct) + _MORE_RUNS):
         with admission(sessions.metrics):
             raise InvalidRequest.of("prompt", f"{runs} parts at end tokens", f"at most {most} for log probabilities")
     return {
-        prompt: await _written(sessions, request, target, key and f"{key}/prompt/{number}")
+        prompt: await _write(sessions, request, sent[prompt], target, key and f"{key}/prompt/{number}")
         for number, (prompt, request) in enumerate(distinct.items())
     }
 
 
-async def _written(sessions: SessionManager, request: SessionRequest, target: Target, key: str) -> list[Token]:
+async def _write(sessions: SessionManager, request: SessionRequest, sent: str, target: Target, key: str) -> list[Token]:
     """Return the tokens of a prompt. Nothing comes before the first one, so it has no log probabilities."""
     prompt = request.prompt
     tokens = [Token(prompt[0], TokenKind.PLAIN, target.decode(prompt[:1]), None)]
@@ -58,6 +59,11 @@ async def _written(sessions: SessionManager, request: SessionRequest, target: Ta
                 tokens += new
     if tuple(token.token for token in tokens) != prompt:
         raise PeerLost("the verifier did not repeat the prompt")
+    at, added = 0, target.tokenizer.added_tokens_decoder
+    for index, token in enumerate(tokens):  # special ones have no text in answers, but may have it in what was sent
+        mark = getattr(added.get(token.token), "content", "")
+        tokens[index] = token._replace(text=token.text or mark * sent.startswith(mark, at))
+        at += len(tokens[index].text)
     return tokens
 
 

@@ -36,13 +36,12 @@ def plan_chat(body: ChatBody, target: Target, settings: CoordinatorSettings) -> 
 
 def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) -> tuple[ClientRequest, Manner]:
     """Return the input of a chat, and the form of its answers."""
-    prompted = body.add_generation_prompt
-    manner = manner_of(target, settings.tool_parser, prompted=prompted)
+    manner = manner_of(target, settings.tool_parser, body)
     tools = (body.tools or ()) if body.calls_required is not None else ()
     request = input_of(body, chat=chat_of(body, tools, manner))
     grammar = _grammar(body, manner, target, request.params.grammar)
     request = replace(request, params=replace(request.params, grammar=grammar))
-    thinks = manner.thinks and prompted and (body.calls_required is not None or grammar is None)
+    thinks = manner.thinks and body.add_generation_prompt and (body.calls_required is not None or grammar is None)
     return request, replace(manner, thinks=thinks, thinking=thinks and manner.thinking)
 
 
@@ -80,12 +79,12 @@ class AnswerReader:
         self.parser = AnswerParser(manner, names, formatted=body.formatted)
         marks = (THINK, THOUGHT, manner.dialect.opener, manner.dialect.closer, manner.dialect.bare)
         added = target.tokenizer.added_tokens_decoder.items()
-        self._marks = {id_: token.content for id_, token in added if token.content in marks}
+        self._marks = {id_: token.content for id_, token in added if token.special and token.content in marks}
 
     def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:
         # Special tokens have no text in answers, also those that mark calls.
         parser = self.parser
-        parts = parser.feed("".join(token.text or self._marks.get(token.token, "") for token in tokens))
+        parts = parser.feed("".join(token.text + self._marks.get(token.token, "") for token in tokens))
         return [*parts, *parser.feed(session.output.rest.text), *parser.end()] if ended else parts
 
 

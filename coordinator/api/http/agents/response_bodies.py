@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -175,6 +176,7 @@ class ResponsesBody(GenerationBody):
         if self.speculation is not None and self.speculation.show:
             raise ValueError("speculation.show needs a chat or a completion")
         _ = self.chat
+        json.dumps([self.metadata, self.model_dump(include={"text", "tools"})], allow_nan=False)  # the reply has them
         return self
 
     @cached_property

@@ -224,6 +224,37 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     assert pieces == ["x", "", "", "STy", "", "", "", "STO"]
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_special_token_releases_what_is_held_back(kind: str) -> None:
+    made = TOKENIZERS[kind]()
+    before, after = (made.encode(text, add_special_tokens=False) for text in ("the the", " s"))
+    tokens, both = [*before, made.eos_token_id, *after], decoding(made)
+    stream = TextStream(both, [], ["the s"])
+    pieces = [stream.add(token) for token in tokens]
+    out = "".join(piece.text for piece in pieces[: len(before) + 1])
+    assert out == both(before), "all text before the special token comes with it"
+    assert not any(piece.stop for piece in pieces), "a stop string does not reach across it"
+    assert "".join(piece.text for piece in pieces) + stream.end().text == both(tokens)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_stop_string_is_complete_across_ordinary_tokens(kind: str) -> None:
+    made = TOKENIZERS[kind]()
+    stream = TextStream(decoding(made), [], ["the s"])
+    pieces = [stream.add(token) for token in made.encode("of the s", add_special_tokens=False)]
+    assert len(pieces) > 2
+    assert "".join(piece.text for piece in pieces) == decoding(made)(made.encode("of ", add_special_tokens=False))
+    assert pieces[-1].stop == "the s"
+
+
+def test_a_special_token_with_nothing_held_back_adds_no_text() -> None:
+    stream = TextStream(decode, ids("p"), ["STOP"])
+    tokens = [*ids("x"), tokenizer().eos_token_id, *ids("STOP")]
+    pieces = [stream.add(token) for token in tokens]
+    assert [piece.text for piece in pieces] == ["x", "", "", "", "", ""]
+    assert pieces[-1].stop == "STOP"
+
+
 def test_a_stop_string_is_found_although_a_longer_one_was_hoped_for() -> None:
     assert streamed("abx", ["abc", "b"])[:2] == ("a", "b")
 

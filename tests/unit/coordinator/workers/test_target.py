@@ -8,11 +8,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.speculation.grammar import GrammarCompiler
-from outrider.testing.toy_models import byte_tokenizer
+from outrider.testing.toy_models import EOS, byte_tokenizer
 
 
 def target_of(tokenizer: PreTrainedTokenizerFast) -> Target:
@@ -53,6 +55,17 @@ def test_of_sentencepiece(token: str, bytes_: bytes) -> None:
 def test_of_byte_level(token: str, bytes_: bytes) -> None:
     tokenizer = byte_tokenizer(("<tool é>",))
     assert target_of(tokenizer).token_bytes(tokenizer.convert_tokens_to_ids(token)) == bytes_
+
+
+def test_a_chat_without_a_free_mark_for_its_control_token_is_refused() -> None:
+    """The cuts are marked with a private-use character that the chat does not have."""
+    private = "".join(map(chr, range(0xE000, 0xF900)))
+    target = target_of(byte_tokenizer())
+    assert target.encode_chat(Chat.of([("user", private)]))
+    assert target.encode_chat(Chat.of([("user", private[1:] + EOS)]))
+    with pytest.raises(InvalidRequest) as refused:
+        target.encode_chat(Chat.of([("user", private), ("assistant", EOS)]))
+    assert refused.value.field == "chat.messages"
 
 
 def test_of_an_id_that_is_none() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from contextvars import copy_context
 
 import pytest
@@ -58,7 +59,19 @@ def test_a_call_that_sets_nothing_has_its_key_s_class() -> None:
     assert copy_context().run(call) == Urgency(5, math.inf)
 
 
-@pytest.mark.parametrize(("header", "seconds"), [("30", 30.0), ("0.25", 0.25), ("1e-3", 0.001), ("86400", 86_400.0)])
+FORMS = [
+    ("30", 30.0),
+    ("0.25", 0.25),
+    (".5", 0.5),
+    ("5.", 5.0),
+    ("+7", 7.0),
+    ("1.5E+2", 150.0),
+    ("1e-3", 0.001),
+    ("86400", 86_400.0),
+]
+
+
+@pytest.mark.parametrize(("header", "seconds"), FORMS)
 def test_a_timeout_is_a_number_of_seconds(header: str, seconds: float) -> None:
     assert timeout_of(header) == seconds
 
@@ -77,6 +90,14 @@ def test_other_timeouts_are_refused_by_name(header: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         timeout_of(header)
     assert refused.value.field == "X-Request-Timeout"
+
+
+@pytest.mark.parametrize("end", ["x", ".x", "e", "e1x"])
+def test_a_long_header_is_refused_at_once(end: str) -> None:
+    start = time.process_time()
+    with pytest.raises(InvalidRequest):
+        timeout_of("1" * 200_000 + end)
+    assert time.process_time() - start < 1
 
 
 async def test_who_waits_at_the_deadline_is_stopped_and_who_runs_is_not() -> None:

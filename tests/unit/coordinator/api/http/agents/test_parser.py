@@ -205,6 +205,26 @@ def test_a_blank_before_what_is_no_call_is_content(dialect: Dialect) -> None:
     assert parsed(AnswerParser(Manner(dialect, True), NAMES), [text]).content == text
 
 
+@pytest.mark.parametrize("dialect", [LLAMA3, JSON], ids=lambda each: each.name)
+@pytest.mark.parametrize("thoughts", ["", "<think>Hm.</think>"])
+@pytest.mark.parametrize("blank", ["\t", "\r", "\u00a0", "\x1f", "\n\t", "\v "])
+def test_a_call_after_a_blank_that_the_grammar_takes_for_text_is_content(
+    dialect: Dialect, thoughts: str, blank: str
+) -> None:
+    text = blank + dialect.write("f", {"a": 1})
+    for pieces in ([thoughts + text], list(thoughts + text)):
+        answer = parsed(AnswerParser(Manner(dialect, True, thinks=True), NAMES), pieces)
+        assert (answer.content, answer.calls) == (text, [])
+
+
+@pytest.mark.parametrize("dialect", [LLAMA3, JSON], ids=lambda each: each.name)
+@pytest.mark.parametrize("blank", [" ", "\n", " \n", "\n\n  "])
+def test_a_call_after_spaces_and_line_feeds_is_a_call(dialect: Dialect, blank: str) -> None:
+    text = blank + dialect.write("f", {"a": 1})
+    for pieces in ([text], list(text)):
+        assert parsed(AnswerParser(Manner(dialect, True), NAMES), pieces) == Answer(calls=[("f", '{"a": 1}')])
+
+
 @pytest.mark.parametrize("dialect", [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, JSON], ids=lambda each: each.name)
 def test_what_a_dialect_writes_is_parsed(dialect: Dialect) -> None:
     arguments = {"city": 'Sao "Paulo" \\ {', "n": [1, {"é": None}]}

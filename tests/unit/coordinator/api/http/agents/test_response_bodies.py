@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+from pydantic_core import from_json
 
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 
@@ -55,3 +57,17 @@ def test_the_items_of_an_answer_are_one_message() -> None:
 def test_what_cannot_follow_in_one_answer_begins_another(items: list[Any], fields: list[list[str]]) -> None:
     found = [message for message in messages(USER, *items) if message["role"] == "assistant"]
     assert [sorted(message.keys() - {"role"}) for message in found] == fields
+
+
+LABELS = '{"metadata": {"a": [%s]}}'
+TOOL = '{"tools": [{"type": "function", "name": "f", "parameters": {"properties": {"x": {"maximum": %s}}}}]}'
+FORMAT = '{"text": {"format": {"type": "json_schema", "name": "x", "schema": {"maximum": %s}}}}'
+
+
+@pytest.mark.parametrize("given", [LABELS, TOOL, FORMAT], ids=["metadata", "tools", "text"])
+def test_numbers_that_the_reply_cannot_repeat_are_refused(given: str) -> None:
+    """JSON has no infinity, but numbers that are read as such."""
+    assert ResponsesBody.model_validate(from_json(given % "1e300") | {"input": "Hi."})
+    for number in ("1e400", "-1e400"):
+        with pytest.raises(ValidationError):
+            ResponsesBody.model_validate(from_json(given % number, allow_inf_nan=False) | {"input": "Hi."})

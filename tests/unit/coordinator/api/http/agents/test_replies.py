@@ -1,0 +1,106 @@
+"""Answers of sessions in parts: special tokens are marks, and text that a stop string removed stays out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tokenizers import AddedToken
+
+from coordinator.api.http.agents.bodies import ChatBody
+from coordinator.api.http.agents.dialects import HERMES, Manner
+from coordinator.api.http.agents.parser import PartKind
+from coordinator.api.http.agents.replies import AnswerReader, chat_input
+from coordinator.sessions.detokenizer import TextStream
+from coordinator.sessions.output import SessionOutput
+from coordinator.sessions.session import Session
+from coordinator.workers.target import Target
+from outrider.protocol.speculation import TokenKind
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.testing.toy_models import byte_tokenizer
+
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+THINKS = (
+    "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}{% endif %}"
+)
+
+
+def target_with(*, special: bool) -> Target:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, special=special) for mark in MARKS])
+    nothing: Any = None
+    return Target(nothing, tokenizer, nothing, nothing)
+
+
+def chat(**more: Any) -> ChatBody:
+    return ChatBody.model_validate({"messages": [{"role": "user", "content": "Hi."}]} | more)
+
+
+def read(
+    target: Target, manner: Manner, text: str, *, stops: Sequence[str] = (), whole: bool = True
+) -> dict[PartKind, str]:
+    """Return what each kind of part says, from all tokens at once or one by one."""
+    output = SessionOutput(TextStream(target.decode, [], stops))
+    for token in target.encode(text):
+        output.append([token], [TokenKind.PLAIN])
+        if output.rest.stop:
+            break
+    output.end(finished=True)
+    session = cast(Session, SimpleNamespace(output=output))
+    reader = AnswerReader(chat(tools=TOOLS), target, manner)
+    groups = [output.tokens] if whole else [[token] for token in output.tokens]
+    said = dict.fromkeys(PartKind, "")
+    for group in groups:
+        for part in reader.read(session, group, ended=False):
+            said[part.kind] += part.text
+    for part in reader.read(session, [], ended=True):
+        said[part.kind] += part.text
+    return {kind: text for kind, text in said.items() if text}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("special", [True, False])
+def test_a_call_is_read_whether_its_marks_are_special_tokens_or_text(special: bool, whole: bool) -> None:
+    found = read(target_with(special=special), Manner(HERMES, True), "So. " + CALL, whole=whole)
+    assert found == {PartKind.CONTENT: "So. ", PartKind.CALL: "f", PartKind.ARGUMENTS: '{"a": 1}'}
+
+
+@pytest.mark.parametrize("stop", ["<tool_call>", ". <tool_call>", "<tool"])
+def test_a_mark_that_a_stop_string_removed_stays_out(stop: str) -> None:
+    text = "So. " + CALL
+    found = read(target_with(special=False), Manner(HERMES, True), text, stops=[stop])
+    assert found == {PartKind.CONTENT: text[: text.index(stop)]}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("special", [True, False])
+def test_text_that_may_begin_a_stop_string_comes_before_the_call_after_it(special: bool, whole: bool) -> None:
+    found = read(target_with(special=special), Manner(HERMES, True), "So ST" + CALL, stops=["STOP"], whole=whole)
+    assert found == {PartKind.CONTENT: "So ST", PartKind.CALL: "f", PartKind.ARGUMENTS: '{"a": 1}'}
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_thoughts_that_may_begin_a_stop_string_stay_thoughts(special: bool) -> None:
+    manner = Manner(HERMES, True, thinks=True, thinking=True)
+    found = read(target_with(special=special), manner, "Hm ST</think>Yes.", stops=["STOP"])
+    assert found == {PartKind.REASONING: "Hm ST", PartKind.CONTENT: "Yes."}
+
+
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [
+        ({}, PartKind.REASONING),
+        ({"reasoning_effort": "none"}, PartKind.CONTENT),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, PartKind.CONTENT),
+    ],
+)
+def test_an_answer_is_content_where_the_request_asks_for_no_thoughts(more: dict[str, Any], kind: PartKind) -> None:
+    target = target_with(special=True)
+    target.tokenizer.chat_template = THINKS
+    _, manner = chat_input(chat(**more), target, cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto")))
+    assert read(target, manner, "Paris.") == {kind: "Paris."}

@@ -1,0 +1,84 @@
+"""Request bodies: a large one is read beside the event loop, and both kinds are refused alike."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from pydantic import model_validator
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import Message
+
+from coordinator.api.http.bodies import Body, read_body
+from coordinator.api.preprocess import LARGE_BYTES
+from outrider.protocol.errors import InvalidRequest
+
+SIZES = pytest.mark.parametrize("size", [0, 2 * LARGE_BYTES], ids=["small", "large"])
+THREADS: list[int] = []
+
+
+class Seen(Body):
+    text: str
+    number: int = 0
+
+    @model_validator(mode="after")
+    def _seen(self) -> Seen:
+        THREADS.append(threading.get_ident())
+        return self
+
+
+class Other(Body):
+    other: str
+
+
+def request(data: bytes, media: str = "application/json") -> Request:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    return Request({"type": "http", "method": "POST", "headers": [(b"content-type", media.encode())]}, receive)
+
+
+def written(size: int, **more: Any) -> bytes:
+    return json.dumps({"text": "x" * size} | more).encode()
+
+
+@pytest.mark.parametrize(("beyond", "beside"), [(0, False), (1, True)])
+async def test_only_a_large_body_is_read_beside_the_loop(beyond: int, beside: bool) -> None:
+    THREADS.clear()
+    size = LARGE_BYTES + beyond - len(written(0))
+    assert (await read_body(request(written(size)), Seen)).text == "x" * size
+    assert [thread != threading.get_ident() for thread in THREADS] == [beside]
+
+
+@SIZES
+async def test_a_body_is_the_first_kind_that_has_its_fields(size: int) -> None:
+    other = json.dumps({"other": "y" * size}).encode()
+    assert isinstance(await read_body(request(written(size)), Other, Seen), Seen)
+    assert isinstance(await read_body(request(other), Seen, Other), Other)
+
+
+@SIZES
+@pytest.mark.parametrize(
+    ("more", "field"), [({"number": "one"}, "number"), ({"unknown": 1}, "unknown"), ({"text": 5}, "text")]
+)
+async def test_a_fault_is_named(size: int, more: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await read_body(request(written(size, **more) + b" " * size), Seen)
+    assert refused.value.field == field
+
+
+@SIZES
+@pytest.mark.parametrize("end", [b"}", b"\xff", b",NaN"])
+async def test_what_is_no_json_is_refused(size: int, end: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        await read_body(request(written(size) + end), Seen)
+
+
+@SIZES
+async def test_another_media_type_is_refused(size: int) -> None:
+    with pytest.raises(HTTPException) as refused:
+        await read_body(request(written(size), "text/plain"), Seen)
+    assert refused.value.status_code == 415

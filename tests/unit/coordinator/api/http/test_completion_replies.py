@@ -1,0 +1,129 @@
+"""Replies to completions that echo their prompts: the text as it was sent, and offsets that fit it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tokenizers import AddedToken
+
+from coordinator.api.http.agents import prompt_logprobs
+from coordinator.api.http.bodies import CompletionBody
+from coordinator.api.http.replies import CompletionReplies
+from coordinator.persistence.session_record import SessionRequest
+from coordinator.sessions.detokenizer import TextStream
+from coordinator.sessions.output import SessionOutput
+from coordinator.sessions.session import Session
+from coordinator.workers.target import Target
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import FinishReason, TokenKind
+from outrider.protocol.vocabulary import Vocabulary
+from outrider.testing.toy_models import EOS, byte_tokenizer
+
+MARK = "<|mark|>"
+ANSWER = " Yes."
+PROMPTS = [f"{MARK}A{EOS}{EOS}B{MARK}", "plain é", EOS]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(MARK)]})
+    info: Any = SimpleNamespace(name="toy", fingerprint="fp", eos_token_ids=(tokenizer.eos_token_id,))
+    nothing: Any = None
+    return Target(info, tokenizer, Vocabulary.of(tokenizer), nothing)
+
+
+def session(target: Target, prompt: tuple[int, ...], tokens: Sequence[int]) -> Session:
+    output = SessionOutput(TextStream(target.decode, prompt, ()))
+    output.append(tokens, [TokenKind.PLAIN] * len(tokens))
+    output.end(finished=True)
+    record = SimpleNamespace(session_id="s", request=request(prompt), tokens=tokens, finish_reason=FinishReason.LENGTH)
+    stats = SimpleNamespace(cached_tokens=0)
+    return cast(Session, SimpleNamespace(target=target, record=record, output=output, error=None, stats=stats))
+
+
+def request(prompt: tuple[int, ...]) -> SessionRequest:
+    return SessionRequest(prompt, SamplingParams(logprobs=0, seed=1))
+
+
+async def replied(target: Target, body: CompletionBody, prompts: Any = None) -> list[tuple[str, list[int]]]:
+    """Return the text and the offsets of each choice, which are the same whole and in chunks."""
+    answered = [target.encode(each) if isinstance(each, str) else tuple(each) for each in body.prompts]
+    sessions = [session(target, prompt, target.encode(ANSWER)) for prompt in answered for _ in range(body.choices)]
+
+    @contextlib.asynccontextmanager
+    async def answering() -> AsyncIterator[Sequence[Session]]:
+        yield sessions
+
+    def replies() -> CompletionReplies:
+        made = CompletionReplies(body, target, "toy")
+        made.prompts = prompts or {}
+        return made
+
+    texts: dict[int, str] = defaultdict(str)
+    offsets: dict[int, list[int]] = defaultdict(list)
+    async for chunk in replies().chunks(answering()):
+        for part in chunk["choices"]:
+            texts[part["index"]] += part["text"]
+            offsets[part["index"]] += part["logprobs"]["text_offset"] if part["logprobs"] else []
+    whole = (await replies().whole(answering()))["choices"]
+    told = [(each["text"], each["logprobs"]["text_offset"] if each["logprobs"] else []) for each in whole]
+    assert told == [(texts[number], offsets[number]) for number in range(len(sessions))]
+    return told
+
+
+async def test_an_echo_is_the_prompt_as_it_was_sent(target: Target) -> None:
+    body = CompletionBody.model_validate({"prompt": PROMPTS, "n": 2, "echo": True})
+    texts = [text for text, _ in await replied(target, body)]
+    assert texts == [prompt + ANSWER for prompt in PROMPTS for _ in range(2)]
+
+
+async def test_without_echo_there_is_only_the_answer(target: Target) -> None:
+    body = CompletionBody.model_validate({"prompt": PROMPTS})
+    assert await replied(target, body) == [(ANSWER, [])] * len(PROMPTS)
+
+
+async def test_tokens_are_echoed_as_text(target: Target) -> None:
+    body = CompletionBody.model_validate({"prompt": [list(target.encode(text)) for text in ("One", "é")], "echo": True})
+    assert [text for text, _ in await replied(target, body)] == ["One" + ANSWER, "é" + ANSWER]
+
+
+async def prompts_of(target: Target, body: CompletionBody, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the tokens of the body's prompts as the target would write them."""
+    encoded = [target.encode(each) if isinstance(each, str) else tuple(each) for each in body.prompts]
+
+    @contextlib.asynccontextmanager
+    async def start(_: Any, parts: Sequence[SessionRequest], *others: Any) -> AsyncIterator[list[Session]]:
+        (part,) = parts
+        start = len(part.prompt)
+        whole = next(each for each in encoded if each[:start] == part.prompt)
+        yield [session(target, part.prompt, whole[start : start + part.params.max_tokens])]
+
+    monkeypatch.setattr(prompt_logprobs, "start_answer", start)
+    nothing: Any = None
+    return await prompt_logprobs.echoed_prompts(body, nothing, [*map(request, encoded)], target, "")
+
+
+async def test_offsets_fit_a_prompt_with_control_tokens(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = CompletionBody.model_validate({"prompt": PROMPTS[::2], "echo": True, "logprobs": 0})
+    encoded = [target.encode(prompt) for prompt in PROMPTS[::2]]
+    prompts = await prompts_of(target, body, monkeypatch)
+    for (text, offsets), prompt in zip(await replied(target, body, prompts), encoded, strict=True):
+        tokens = target.tokenizer.batch_decode([[token] for token in (*prompt, *target.encode(ANSWER))])
+        assert [text[start : start + len(token)] for start, token in zip(offsets, tokens, strict=True)] == tokens
+
+
+async def test_special_tokens_that_the_text_does_not_have_take_no_room(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those of a prompt that was sent as tokens."""
+    ids = [*target.encode("A"), target.tokenizer.eos_token_id, *target.encode("B")]
+    body = CompletionBody.model_validate({"prompt": ids, "echo": True, "logprobs": 0})
+    ((text, offsets),) = await replied(target, body, await prompts_of(target, body, monkeypatch))
+    assert text == "AB" + ANSWER
+    assert offsets[:4] == [0, 1, 1, 2]
