@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,29 @@ def q4_k_m(name: str) -> str:
 
 
 def write_gguf(
-    path: Path, shape: Shape, kind: Callable[[str], str], architecture: str = "llama", seed: int = 1
+    path: Path,
+    shape: Shape,
+    kind: Callable[[str], str],
+    architecture: str = "llama",
+    seed: int = 1,
+    *,
+    fields: Mapping[str, str | int | float] = {},
+    vectors: Mapping[str, Sequence[float]] = {},
 ) -> Path:
-    """Write a model with random weights of about the size that a trained model's have. `kind` is asked by tensor."""
+    """Write a model with random weights of about the size that a trained model's have. `kind` is asked by tensor.
+
+    `fields` are further ones of the architecture, `vectors` further tensors with given values.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     _describe(writer, shape, architecture)
+    for name, value in fields.items():
+        writer.add_key_value(f"{architecture}.{name}", value, gguf.GGUFValueType.get_type(value))
     random = np.random.default_rng(seed)
     tensors = [(name, "F32" if len(size) == 1 else kind(name), size) for name, size in _tensors(shape, architecture)]
     for name, chosen, size in tensors:
         writer.add_tensor_info(name, *_stored(size, gguf.GGMLQuantizationType[chosen]))
+    for name, values in vectors.items():
+        writer.add_tensor_info(name, *_stored((len(values),), gguf.GGMLQuantizationType.F32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -55,6 +69,8 @@ def write_gguf(
             writer.write_tensor_data(random.normal(around, 0.1, size).astype("f4"))
         else:
             writer.write_tensor_data(random_blocks(random, chosen, *size))
+    for values in vectors.values():
+        writer.write_tensor_data(np.array(values, "f4"))
     writer.close()
     return path
 

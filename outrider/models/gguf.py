@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from outrider.models import GGUF, INDEX
+from outrider.models.gguf_rope import rope_of
 
 _IN_PLACE = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "BF16")]
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's formats without blocks
@@ -64,7 +65,8 @@ Dequantize = Callable[[QuantizedRows, torch.Tensor | None], torch.Tensor]
 
 def convert_gguf(folder: Path, into: Path) -> None:
     """Dequantise the GGUF file of a folder, and save it as safetensors with its tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=GGUF, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(str(folder), config=config, gguf_file=GGUF, dtype=torch.float32)
     if hasattr(model, "hf_quantizer"):  # transformers refuses to save a model that was loaded as quantised
         del model.hf_quantizer, model.config.quantization_config
     model.save_pretrained(into)
@@ -80,13 +82,15 @@ def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
     except OSError:  # another file system
         (folder / GGUF).symlink_to(source)
     AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF).save_pretrained(folder)
-    model = empty_model(AutoConfig.from_pretrained(str(folder), gguf_file=GGUF))
+    config, reader = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF), gguf.GGUFReader(source)
+    rope, usual = rope_of(reader, config), getattr(config, "rope_parameters", None) or {}
+    (usual.get("full_attention") or usual).update(rope)
+    model = empty_model(config)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    reader = gguf.GGUFReader(source)
     places = {it.name: [int(it.tensor_type), int(it.data_offset), *map(int, it.shape)] for it in reader.tensors}
-    return {"architecture": reader.fields["general.architecture"].contents(), "tensors": places}
+    return {"architecture": reader.fields["general.architecture"].contents(), "tensors": places, "rope": rope}
 
 
 def rows_in_file(folder: Path | str, model: PreTrainedModel) -> dict[str, QuantizedRows]:
@@ -116,7 +120,8 @@ def rows_in_file(folder: Path | str, model: PreTrainedModel) -> dict[str, Quanti
 def rows_in_safetensors(folder: Path | str, model: PreTrainedModel) -> dict[str, QuantizedRows]:
     """Return a model's weights in the mapped safetensors of a folder, if all are there by name, and are bfloat16."""
     rows, files = {}, dict[str, Any]()
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    single = Path(folder) / "model.safetensors"
+    for path in [single] if single.is_file() else sorted(Path(folder).glob("model-*-of-*.safetensors")):
         opened: Any = safe_open(path, framework="pt")
         files |= dict.fromkeys(opened.keys(), opened)
     for name, weight in model.named_parameters():

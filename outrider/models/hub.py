@@ -75,8 +75,9 @@ def locate_safetensors(name: str, progress: Progress) -> Path | str:
     found = locate(name, progress)
     if not isinstance(found, Path) or not (found / INDEX).is_file():
         return found
-    digest: str = json.loads((found / INDEX).read_text())["sha256"]
-    target = home() / "models" / f"safetensors-{digest[:12]}" / found.name
+    index = json.loads((found / INDEX).read_text())
+    version = index["sha256"][:12] + "-scaled" * bool(index["rope"])  # earlier versions converted without scaling
+    target = home() / "models" / f"safetensors-{version}" / found.name
     if not target.is_dir():
         with _lock(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
             if not target.is_dir():
@@ -120,7 +121,7 @@ def _is_current(folder: Path) -> bool:
         return False
     index, state = json.loads((folder / INDEX).read_text()), _state(folder / GGUF)
     changed = index.get("state") != state
-    if changed and index.get("sha256") != _sha256(folder / GGUF):
+    if "rope" not in index or (changed and index.get("sha256") != _sha256(folder / GGUF)):
         return False
     if changed and os.access(folder, os.W_OK):
         with atomic_write(folder / INDEX) as path:

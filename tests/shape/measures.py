@@ -33,6 +33,7 @@ _APART: dict[str, tuple[Sequence[str], int]] = {
     "lines of earlier hidden states": (("/earlier_states", "hidden_states/received"), 350),
     "lines of hidden states": (("/hidden_states",), 1_100),
     "lines of goodput": (("/goodput.py",), 160),
+    "lines of scaled positions in GGUF files": (("models/gguf_rope.py",), 40),
     "lines of prompt shares": (("verifier/shares/prompt_shares.py",), 50),
     "lines of drafter shares": (("drafter/shares/",), 230),
     "lines of the simulation": (("coordinator/control/simulation/",), 620),

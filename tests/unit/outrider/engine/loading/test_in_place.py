@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.engine import SessionTokens
 from outrider.engine.loading import loader
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.native import NativeEngine, build
+from outrider.models.gguf import empty_model, rows_in_safetensors
 from outrider.protocol.fleet import ModelInfo
 from outrider.testing.toy_models import make_model
 from tests.architectures import save, tiny_model
@@ -92,3 +94,34 @@ def test_keys_and_values_have_the_precision_of_the_weights(
     loaded = loader.load_model(str(folder), EngineOptions(device="cpu", kv_tokens=512, threads=1, **options))  # type: ignore[arg-type]
     assert isinstance(loaded.engine, NativeEngine)
     assert str(loaded.engine.cache_dtype) == f"torch.{cache}"
+
+
+def stored_weights(folder: Path) -> dict[str, torch.Tensor]:
+    rows = rows_in_safetensors(folder, empty_model(AutoConfig.from_pretrained(folder)))
+    return {name: each.dequantize() for name, each in rows.items()}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_other_weights_beside_those_of_the_model_change_nothing(shards: int, tmp_path: Path) -> None:
+    folder = in_bfloat16(tmp_path, "toy")
+    state = load_file(folder / "model.safetensors")
+    if shards == 2:
+        (folder / "model.safetensors").unlink()
+        names = sorted(state)
+        for at, some in enumerate((names[::2], names[1::2]), start=1):
+            save_file({name: state[name] for name in some}, folder / f"model-{at:05}-of-00002.safetensors")
+    for name in ("adapter.safetensors", "model_ema.safetensors", "z.safetensors"):
+        save_file({name: torch.zeros_like(weight) for name, weight in state.items()}, folder / name)
+    found = stored_weights(folder)
+    assert found.keys() == dict(empty_model(AutoConfig.from_pretrained(folder)).named_parameters()).keys()
+    for name, weight in found.items():
+        assert torch.equal(weight.flatten(), state[name].float().flatten()), name
+
+
+def test_shards_of_an_earlier_save_are_not_read_beside_a_single_file(tmp_path: Path) -> None:
+    folder = in_bfloat16(tmp_path, "toy")
+    state = load_file(folder / "model.safetensors")
+    old = {name: torch.zeros_like(weight) for name, weight in state.items()}
+    save_file(old, folder / "model-00001-of-00001.safetensors")
+    for name, weight in stored_weights(folder).items():
+        assert torch.equal(weight.flatten(), state[name].float().flatten()), name
