@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import structlog
 
 from outrider.models.hub import DEFAULT, DEFAULT_NAME, default_path, locate
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = structlog.get_logger(__name__)
+
+_MAX_MASKS_S = 0.02  # time for the masks of one draft: other sessions wait for them; guesses beyond are free
 
 
 class GrammarCursor:
@@ -44,7 +47,9 @@ class GrammarCursor:
         if guide is None:
             return None
         try:
-            return guide.allowed(paths, vocab_size)
+            few = paths[: max(1, guide.affordable_masks(_MAX_MASKS_S))]
+            free = np.ones((len(paths) - len(few), vocab_size), dtype=np.bool_)
+            return np.concatenate([guide.allowed(few, vocab_size), free])
         except InvalidRequest as error:
             self._disable(error)
             return None

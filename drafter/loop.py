@@ -91,7 +91,6 @@ class DraftingLoop:
         return WorkerLoad(sessions=len(self._sessions), step_ms=self._step_ms.value)
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
             for session in self._closed:
@@ -104,15 +103,23 @@ class DraftingLoop:
                 await self._wake.wait()
                 continue
             started = time.perf_counter()
-            try:
-                guesses = await loop.run_in_executor(self._thread, self._drafter.draft, list(requests.values()))
-            except Exception as error:  # a failing model must not end sessions that are not in this step
-                session_ids = [session.id for session in requests]
-                log.exception("drafting step failed, sessions closed", session_ids=session_ids, error=str(error))
-                for session in requests:
-                    self.close(session)
-                continue
-            self._add_guesses(requests, guesses, time.perf_counter() - started)
+            if guesses := await self._draft(requests):
+                drafted = {session: requests[session] for session in guesses}
+                self._add_guesses(drafted, list(guesses.values()), time.perf_counter() - started)
+
+    async def _draft(self, requests: Mapping[DraftSession, DraftRequest]) -> dict[DraftSession, Guess]:
+        """Return the guesses. If the step fails, each session drafts alone, and those that fail alone are closed."""
+        drafting = asyncio.get_running_loop().run_in_executor(self._thread, self._drafter.draft, [*requests.values()])
+        try:
+            return dict(zip(requests, await drafting, strict=True))
+        except Exception as error:
+            if len(requests) > 1:
+                alone = [await self._draft({session: request}) for session, request in requests.items()]
+                return {session: guess for each in alone for session, guess in each.items()}
+            for session in requests:
+                log.exception("drafting failed, session closed", session=session.id, error=str(error))
+                self.close(session)
+            return {}
 
     def stop(self) -> None:
         self.drain()

@@ -73,7 +73,8 @@ class ModelDrafter:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         rows = self.info.vocab_size  # the target's vocabulary may have more
         runnable = [it for it in requests if len(it.tokens) < self.info.context_length]
-        runnable = [it for it in runnable if it.vocab_size <= rows or max((*it.tokens, *it.open_guess.tokens)) < rows]
+        named = ((it, (*it.tokens, *it.open_guess.tokens, *it.params.logit_bias)) for it in runnable)
+        runnable = [it for it, ids in named if it.vocab_size <= rows or max(ids) < rows]
         results: dict[str, Guess] = {}
         while runnable:
             batch = [self._input(request) for request in runnable]
@@ -91,6 +92,7 @@ class ModelDrafter:
         self._engine.free(session)
         self._cached.pop(session, None)
         self._known.pop(session, None)
+        self._computed_nodes.pop(session, None)
 
     def _evict_session(self, runnable: list[DraftRequest]) -> None:
         """Free the KV cache of the least recently drafted session that is not in this batch, else of one that is.

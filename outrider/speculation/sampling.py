@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -114,12 +115,11 @@ def restrict(logits: torch.Tensor, allowed: npt.NDArray[np.bool_]) -> torch.Tens
 
 
 def _biased(logits: torch.Tensor, sessions: Sequence[Continuations]) -> torch.Tensor:
-    rows = [session for session in sessions for _ in session.paths]
-    places = torch.tensor([(row, token) for row, session in enumerate(rows) for token in session.params.logit_bias])
-    values = [value for session in rows for value in session.params.logit_bias.values()]
-    row, token = to_device(places.T.contiguous(), logits.device)
-    bias = to_device(torch.tensor(values, dtype=logits.dtype), logits.device)
-    return logits.index_put((row, token), logits[row, token] + bias)
+    biases = [session.params.logit_bias for session in sessions for _ in session.paths]
+    rows = torch.arange(len(biases)).repeat_interleave(torch.tensor([len(bias) for bias in biases]))
+    row, token = to_device(torch.stack((rows, torch.tensor([*chain.from_iterable(biases)]))), logits.device)
+    values = torch.tensor([*chain.from_iterable(bias.values() for bias in biases)], dtype=logits.dtype)
+    return logits.index_put((row, token), logits[row, token] + to_device(values, logits.device))
 
 
 def _penalised(logits: torch.Tensor, sessions: Sequence[Continuations]) -> torch.Tensor:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
+from drafter.interface import DraftRequest
 from drafter.loop import DraftingLoop
+from drafter.methods.ngram import NgramDrafter
 from drafter.methods.registry import make
-from drafter.session import DraftOpening
+from drafter.session import DraftOpening, DraftSession
 from outrider.observability.metrics import DrafterMetrics
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
@@ -33,6 +37,25 @@ class Beside:
             return None
         self.take = take
         return self.given.put_nowait
+
+
+class FailsFor(NgramDrafter):
+    """Raises whenever one of some sessions is in the batch; the others' guesses are those of prompt lookup."""
+
+    failing: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__(shortest=1, longest=4)
+        self.forgotten: list[str] = []
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
+        if any(request.session.split("@")[0] in self.failing for request in requests):
+            raise RuntimeError("this session fails")
+        return super().draft(requests)
+
+    def forget(self, session: str) -> None:
+        self.forgotten.append(session)
+        super().forget(session)
 
 
 def loop_beside(beside: VerifierBeside | None) -> DraftingLoop:
@@ -71,3 +94,46 @@ async def test_guesses_go_straight_to_the_verifier_and_verdicts_come_from_it() -
 def test_a_session_that_is_not_verified_here_cannot_be_drafted_straight(beside: Beside | None) -> None:
     with pytest.raises(InvalidRequest, match="direct_source"):
         loop_beside(beside).open(opening("another"))
+
+
+async def next_guess(session: DraftSession) -> Guess:
+    return await asyncio.wait_for(anext(session.messages()), 5)
+
+
+@pytest.mark.parametrize("names", [("bad", "b", "c", "d"), ("a", "bad", "c"), ("a", "b", "bad"), ("bad", "b", "bad")])
+async def test_a_session_that_fails_is_closed_and_the_others_draft_on(names: tuple[str, ...]) -> None:
+    drafter = FailsFor()
+    drafter.failing = frozenset({"bad"})
+    loop = DraftingLoop(drafter, 4, DrafterMetrics("ngram", "ngram"))
+    sessions = [loop.open(replace(opening(name), direct_source=0)) for name in names]
+    good = [session for session in sessions if session.id != "bad"]
+    running = asyncio.create_task(loop.run())
+    for session in good:
+        guess = await next_guess(session)
+        assert (guess.position, guess.tokens) == (8, (1, 2))
+    assert [session.closed for session in sessions] == [name == "bad" for name in names]
+    assert loop.load().sessions == len(good)
+    for session in good:
+        session.commit(8, (1, 2, 3))
+        loop.wake()
+        guess = await next_guess(session)
+        assert (guess.position, guess.tokens) == (11, (4, 1))
+    assert set(drafter.forgotten) == {session.key for session in sessions if session.id == "bad"}
+    assert not running.done()
+    running.cancel()
+    loop.stop()
+
+
+async def test_a_drafter_that_fails_for_all_closes_all_and_takes_new_sessions() -> None:
+    drafter = FailsFor()
+    drafter.failing = frozenset({"a", "b"})
+    loop = DraftingLoop(drafter, 4, DrafterMetrics("ngram", "ngram"))
+    sessions = [loop.open(replace(opening(name), direct_source=0)) for name in ("a", "b")]
+    running = asyncio.create_task(loop.run())
+    for session in sessions:
+        assert [guess async for guess in session.messages()] == []
+    assert not loop.busy
+    guess = await next_guess(loop.open(replace(opening("c"), direct_source=0)))
+    assert guess.tokens == (1, 2)
+    running.cancel()
+    loop.stop()

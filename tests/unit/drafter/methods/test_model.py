@@ -101,6 +101,44 @@ def test_a_token_that_the_model_does_not_know_gets_no_guess(loaded: LoadedModel,
     assert not none.tokens
 
 
+@pytest.mark.parametrize("branches", [1, 2])
+def test_a_bias_on_an_id_that_the_model_does_not_know_gets_no_guess(loaded: LoadedModel, branches: int) -> None:
+    drafter, larger = drafter_of(loaded), VOCAB + 8
+    requests = {}
+    for name, token in (("known", VOCAB - 1), ("unknown", VOCAB)):
+        request = session_of(PROMPT, 2, branches, logit_bias={token: 5.0, 70: 1.0}).next_request()
+        assert request is not None
+        requests[name] = replace(request, session=name, vocab_size=larger)
+    guess, none = drafter.draft([requests["known"], requests["unknown"]])
+    drafter.forget("known")
+    assert guess.tokens
+    assert none.done
+    assert not none.tokens
+
+
+def test_a_session_that_is_forgotten_leaves_no_nodes_to_compute(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that fails has chosen them, and draws from none."""
+    drafter, session = drafter_of(loaded), session_of(PROMPT, 3, 2)
+    request = session.next_request()
+    assert request is not None
+    session.add_guess(drafter.draft([request])[0], 0)
+
+    def fail(_: object) -> object:
+        raise RuntimeError("out of memory")
+
+    request = session.next_request()
+    assert request is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded.engine, "extend", fail)
+        with pytest.raises(RuntimeError):
+            drafter.draft([request])
+    assert drafter._computed_nodes[session.key], "or there is nothing to forget"
+    drafter.forget(session.key)
+    assert drafter._computed_nodes == {}
+
+
 @pytest.mark.parametrize("params", MODES, ids=str)
 def test_a_tree_is_what_the_model_would_say_along_every_branch(loaded: LoadedModel, plain, params: dict) -> None:
     # Of one token, so that penalties bear on the tree's own tokens.

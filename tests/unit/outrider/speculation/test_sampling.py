@@ -162,6 +162,29 @@ def test_bias_comes_before_penalties() -> None:
     assert adjusted.tolist() == [[1.0, 0.5]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_each_session_has_its_own_bias_to_the_bit(dtype: torch.dtype) -> None:
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(7)).to(dtype)
+    kept = logits.clone()
+    biases: list[tuple[dict[int, float], int]] = [
+        ({}, 1),
+        ({0: 1.3, VOCAB - 1: -77.7, 5: 0.1}, 2),
+        ({7: -100.0}, 0),
+        ({}, 2),
+        ({5: 3.7}, 1),
+    ]
+    sessions = [sampling.Continuations(SamplingParams(logit_bias=bias), None, [(1,)] * rows) for bias, rows in biases]
+    found = sampling.adjust_all(logits, sessions)
+    wanted = kept.clone()
+    for row, bias in enumerate(bias for bias, rows in biases for _ in range(rows)):
+        for token, value in bias.items():
+            wanted[row, token] = kept[row, token] + torch.tensor(value, dtype=dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, wanted)
+    assert torch.equal(logits, kept)
+    assert not torch.equal(found, kept)
+
+
 def test_penalties_come_before_temperature() -> None:
     logits = torch.tensor([[1.0, 1.0]])
     params = SamplingParams(presence_penalty=1.0, temperature=0.5)

@@ -1,0 +1,87 @@
+"""The drafter's grammar cursor masks as many guesses as there is time for; the others are free."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from drafter.grammar import GrammarCursor
+from outrider.models.tokenizer import tokenizer_json
+from outrider.protocol.sampling_params import Grammar, SamplingParams
+from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher
+from outrider.testing.toy_models import byte_tokenizer
+
+BYTES = byte_tokenizer()
+END = 256
+VOCAB = 257
+MASKS_S = 0.02
+SLOW = "(b|((((a{100}){100}){100}){100}))*"
+A, B = BYTES.encode("ab")
+PROMPT = [B, A]
+
+
+@pytest.fixture
+def masked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The paths that a mask was computed for."""
+    paths: list[tuple[int, ...]] = []
+    compute = GrammarMatcher._mask_after
+
+    def mask_after(guide: GrammarMatcher, path: tuple[int, ...]) -> object:
+        paths.append(path)
+        return compute(guide, path)
+
+    monkeypatch.setattr(GrammarMatcher, "_mask_after", mask_after)
+    return paths
+
+
+def opened(regex: str) -> tuple[GrammarMatcher, GrammarCursor]:
+    grammars = GrammarCompiler(partial(tokenizer_json, BYTES), [END])
+    guide = grammars.compile(SamplingParams(grammar=Grammar(regex=regex)))
+    return guide, GrammarCursor(guide, len(PROMPT))
+
+
+def test_a_slow_grammar_masks_few_paths_and_leaves_the_others_free(masked: list[tuple[int, ...]]) -> None:
+    guide, cursor = opened(SLOW)
+    paths = [[B] * n + [A] * (n % 3) for n in range(32)]
+    for _ in range(12):
+        most = max(1, guide.affordable_masks(MASKS_S))
+        masked.clear()
+        allowed = cursor.allowed(PROMPT, len(PROMPT), paths, VOCAB)
+        assert allowed is not None
+        assert allowed.shape == (32, VOCAB)
+        assert masked
+        assert set(masked) <= {tuple(path) for path in paths[:most]}
+        assert not allowed[:most].all(axis=1).any()
+        assert allowed[most:].all()
+        assert set(np.flatnonzero(allowed[0])) == {A, B, END}
+
+
+def test_the_first_draft_of_a_grammar_masks_at_most_four_paths(masked: list[tuple[int, ...]]) -> None:
+    _, cursor = opened(SLOW)
+    cursor.allowed(PROMPT, len(PROMPT), [[B] * n for n in range(32)], VOCAB)
+    assert 1 <= len(masked) <= 4
+
+
+def test_one_path_is_masked_however_slow_its_mask(masked: list[tuple[int, ...]]) -> None:
+    guide, cursor = opened(SLOW)
+    guide._mask_s = 1.0
+    allowed = cursor.allowed(PROMPT, len(PROMPT), [[B], [B, B]], VOCAB)
+    assert allowed is not None
+    assert masked == [(B,)]
+    assert allowed.sum(axis=1).tolist() == [3, VOCAB]
+
+
+def test_a_cheap_grammar_masks_every_path_after_a_few_drafts(masked: list[tuple[int, ...]]) -> None:
+    _, cursor = opened("(a|b)*")
+    paths = [[A] * n for n in range(32)]
+    drafts = 0
+    while len(masked) < len(paths):
+        masked.clear()
+        allowed = cursor.allowed(PROMPT, len(PROMPT), paths, VOCAB)
+        drafts += 1
+        assert drafts < 50
+    assert drafts > 1, "the first ones are careful"
+    assert allowed is not None
+    assert {frozenset(np.flatnonzero(mask)) for mask in allowed} == {frozenset((A, B, END))}
