@@ -123,7 +123,7 @@ async def test_special_tokens_that_the_text_does_not_have_take_no_room(
 ) -> None:
     """Such as those of a prompt that was sent as tokens."""
     ids = [*target.encode("A"), target.tokenizer.eos_token_id, *target.encode("B")]
-    body = CompletionBody.model_validate({"prompt": ids, "echo": True, "logprobs": 0})
-    ((text, offsets),) = await replied(target, body, await prompts_of(target, body, monkeypatch))
+    body = CompletionBody.model_validate({"prompt": [ids, ids[-1:]], "echo": True, "logprobs": 0})
+    (text, offsets), _ = await replied(target, body, await prompts_of(target, body, monkeypatch))
     assert text == "AB" + ANSWER
     assert offsets[:4] == [0, 1, 1, 2]
