@@ -42,7 +42,7 @@ class EndedSessions:
                 raise _unknown(session_id)
             record = recent
         stored_as_finished = record.finished
-        # A claim counts an unfinished session's epoch on by one; beyond that another coordinator has owned it.
+        # A claim counts an unfinished session's epoch on by one; beyond that another coordinator may have owned it.
         if recent is not None and recent.epoch + (not record.finished) >= record.epoch:
             most = max(record, recent, key=lambda each: (len(each.tokens), each.finished))
             record = replace(most, epoch=max(recent.epoch, record.epoch))

@@ -73,8 +73,8 @@ class ModelDrafter:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         rows = self.info.vocab_size  # the target's vocabulary may have more
         runnable = [it for it in requests if len(it.tokens) < self.info.context_length]
-        named = ((it, (*it.tokens, *it.open_guess.tokens, *it.params.logit_bias)) for it in runnable)
-        runnable = [it for it, ids in named if it.vocab_size <= rows or max(ids) < rows]
+        ids = (r.vocab_size > rows and max((*r.tokens, *r.open_guess.tokens, *r.params.logit_bias)) for r in runnable)
+        runnable = [it for it, highest in zip(runnable, ids, strict=True) if highest < rows]
         results: dict[str, Guess] = {}
         while runnable:
             batch = [self._input(request) for request in runnable]

@@ -120,8 +120,9 @@ def rows_in_file(folder: Path | str, model: PreTrainedModel) -> dict[str, Quanti
 def rows_in_safetensors(folder: Path | str, model: PreTrainedModel) -> dict[str, QuantizedRows]:
     """Return a model's weights in the mapped safetensors of a folder, if all are there by name, and are bfloat16."""
     rows, files = {}, dict[str, Any]()
-    single = Path(folder) / "model.safetensors"
-    for path in [single] if single.is_file() else sorted(Path(folder).glob("model-*-of-*.safetensors")):
+    single, index = Path(folder) / "model.safetensors", Path(folder) / "model.safetensors.index.json"
+    shards = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ()
+    for path in [single] if single.is_file() else sorted({Path(folder) / name for name in shards}):
         opened: Any = safe_open(path, framework="pt")
         files |= dict.fromkeys(opened.keys(), opened)
     for name, weight in model.named_parameters():

@@ -63,7 +63,7 @@ class GrammarMatcher:
         self._committed: list[int] = []
         self._ahead: list[int] = []  # guesses after that, up to the matcher's state
         self._complete = False
-        self._mask_s = 0.005  # time of a mask, until measured a slow one: a decaying maximum
+        self._mask_s = 0.002  # time of a mask, until measured a slow one: a decaying maximum
 
     def advance(self, tokens: Sequence[int]) -> int | None:
         """Advance over committed tokens. Return after how many of them the output is complete; None: it continues.

@@ -87,7 +87,7 @@ async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
         message = f"Content-Type is {shorten(media) or 'absent'}, must be application/json"
         raise HTTPException(_UNSUPPORTED_MEDIA, message)
     data = await request.body()
-    if len(data) > LARGE_BYTES:  # megabytes take seconds, and other streams go on meanwhile
+    if len(data) > LARGE_BYTES:  # checks of megabytes take seconds; other streams wait for the JSON only
         return await asyncio.to_thread(_read, data, kinds)
     return _read(data, kinds)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -108,9 +109,11 @@ def test_other_weights_beside_those_of_the_model_change_nothing(shards: int, tmp
     if shards == 2:
         (folder / "model.safetensors").unlink()
         names = sorted(state)
-        for at, some in enumerate((names[::2], names[1::2]), start=1):
-            save_file({name: state[name] for name in some}, folder / f"model-{at:05}-of-00002.safetensors")
-    for name in ("adapter.safetensors", "model_ema.safetensors", "z.safetensors"):
+        places = {name: f"weights-{at % 2 + 1:05}-of-00002.safetensors" for at, name in enumerate(names)}
+        for place in set(places.values()):
+            save_file({name: state[name] for name in names if places[name] == place}, folder / place)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    for name in ("adapter.safetensors", "model_ema.safetensors", "model-00001-of-00001.safetensors", "z.safetensors"):
         save_file({name: torch.zeros_like(weight) for name, weight in state.items()}, folder / name)
     found = stored_weights(folder)
     assert found.keys() == dict(empty_model(AutoConfig.from_pretrained(folder)).named_parameters()).keys()
