@@ -77,9 +77,10 @@ class Quotas:
         _within("tokens_per_minute", usage.tokens)
         usage.requests.take(1)
 
-    def admit_takeover(self, live: int) -> None:
-        """Raise Unavailable beyond twice the limit: sessions of a failed coordinator are accepted above it."""
-        if live >= 2 * self._settings.max_sessions:
+    def admit_takeover(self, tenant: Tenant, held: int, live: int) -> None:
+        """Raise Unavailable beyond twice the limits: sessions of a failed coordinator are accepted above them."""
+        limit, own = 2 * self._settings.max_sessions, 2 * self._usage(tenant).max_sessions
+        if live >= limit or 0 < own <= held or (self._several() and not within_share(held + 1, limit - live - 1)):
             raise Unavailable(f"{live} sessions are running here", retry_after_ms=1000)
 
     def spend(self, tenant: Tenant, tokens: int) -> None:

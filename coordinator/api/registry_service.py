@@ -69,6 +69,7 @@ class RegistryService(rpc.RegistryServicer):
         async for request in requests:
             self._delivery.check(connection.info)
             await self._registrations.update(_worker(request), connection)
+            await asyncio.sleep(0.05)  # so that a flood of reports holds up its sender only
 
     async def _wait_for_stop(self) -> None:
         await self._stopping.wait()

@@ -11,7 +11,7 @@ from coordinator.persistence.store import Store
 from outrider.protocol.errors import NotFound
 from outrider.security.tenants import tenant
 
-_REMEMBERED = 1_024
+_REMEMBERED = 2_000_000  # tokens, about 80 MB
 
 
 class EndedSessions:
@@ -25,7 +25,7 @@ class EndedSessions:
         """Remember a session that has ended here."""
         self.recent[record.session_id] = record
         self.recent.move_to_end(record.session_id)
-        while len(self.recent) > _REMEMBERED:
+        while sum(map(_tokens, self.recent.values())) > _REMEMBERED:
             self.recent.popitem(last=False)
 
     async def load(self, session_id: str) -> tuple[SessionRecord, bool]:
@@ -62,6 +62,11 @@ class EndedSessions:
     def _remembered(self, session_id: str) -> SessionRecord | None:
         record = self.recent.get(session_id)
         return record if record is not None and record.tenant == tenant().id else None
+
+
+def _tokens(record: SessionRecord) -> int:
+    """Return as how many tokens a record counts; log probabilities take many times the memory."""
+    return 500 + len(record.request.prompt) + len(record.tokens) + 40 * len(record.logprobs)
 
 
 def _unknown(session_id: str) -> NotFound:

@@ -22,12 +22,10 @@ async def finish_ended(record: SessionRecord, target: Target) -> None:
     """Finish a record whose output has ended and drop tokens after the end; raise for tokens against its grammar."""
     if record.finished or not record.tokens:
         return
-    complete = None
+    after = None
     if record.request.params.grammar is not None:
-        complete = await asyncio.to_thread(
-            lambda: target.grammars.compile(record.request.params).advance(record.tokens)
-        )
-    if (end := _end(record, target, complete)) is not None:
+        after = await asyncio.to_thread(lambda: target.grammars.compile(record.request.params).advance(record.tokens))
+    if (end := _end(record, target, after)) is not None:
         length, record.finish_reason = end
         record.cut(length)
 

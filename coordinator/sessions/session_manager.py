@@ -179,10 +179,13 @@ class SessionManager:
         """Count a new session of the calling tenant, with its prompt; raise Overloaded beyond a limit."""
         if self._draining:
             raise Unavailable("this coordinator is shutting down", retry_after_ms=500)
-        # A session counts until its output has ended, read or not.
-        running = [session.record.tenant for session in self._sessions.values() if not session.ended] + self.attached
-        self._quotas.admit(tenant(), running.count(tenant().id), len(running))
+        self._quotas.admit(tenant(), *self._held())
         self._quotas.spend(tenant(), num_tokens)
+
+    def _held(self) -> tuple[int, int]:
+        """Return the sessions of this tenant and of all. One counts until its output has ended, read or not."""
+        running = [session.record.tenant for session in self._sessions.values() if not session.ended] + self.attached
+        return running.count(tenant().id), len(running)
 
     async def _find_by_key(self, record: SessionRecord, target: Target) -> Session:
         """Return the session that an idempotency key stands for; start it again only if it is stored nowhere."""
@@ -217,7 +220,7 @@ class SessionManager:
                 check_position(position, record)
                 append_tail(record, position, tail, target)
                 await finish_ended(record, target)
-                self._quotas.admit_takeover(sum(not session.ended for session in self._sessions.values()))
+                self._quotas.admit_takeover(tenant(), *self._held())
             check_position(position, record)
             session = Session(record, target, self._context)
             return session if stored_as_finished else self._live(session_id) or self._run(session)

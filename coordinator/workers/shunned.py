@@ -46,9 +46,7 @@ class ShunnedWorkers:
             return
         now = self._now()
         known = [entry for name in _names(worker) if (entry := self._entries.get(name)) is not None]
-        recent = max(
-            (entry.seconds for entry in known if now < entry.until + FORGIVEN_AFTER * entry.seconds), default=0.0
-        )
+        recent = max((each.seconds for each in known if now < each.until + FORGIVEN_AFTER * each.seconds), default=0.0)
         seconds = min(MAX_S, recent * FACTOR) if recent else FIRST_S
         for name in _names(worker):
             self._entries[name] = _Entry(seconds, now + seconds)

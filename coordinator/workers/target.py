@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,8 @@ class Target:
             )
         except Exception as error:  # templates are programs and may raise anything
             raise InvalidRequest(f"the chat template rejects these messages: {error}", field="chat.messages") from error
-        return tuple(token for piece in cut.pieces(str(text)) for token in self.encode(piece, special=False))
+        encoded = self.tokenizer(cut.pieces(str(text)), add_special_tokens=False, return_attention_mask=False)
+        return tuple(chain.from_iterable(encoded["input_ids"]))
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token, which need not be valid text by themselves.

@@ -72,15 +72,13 @@ def set_up_logs(level: str, *, as_json: bool, service: str) -> None:
 
 
 def _text() -> Processor:
-    console = structlog.dev.ConsoleRenderer(
-        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-    )
+    write = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
 
     def render(logger: WrappedLogger, method: str, event: EventDict) -> str:
         for name, value in event.items():
             if isinstance(value, str):
                 event[name] = printable(value)
-        return str(console(logger, method, event))
+        return str(write(logger, method, event))
 
     return render
 

@@ -100,7 +100,5 @@ def output_form(json_schema: str, json_object: bool, regex: str) -> Grammar | No
         try:
             json_schema = Path(json_schema).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequest.of(
-                "--json-schema", json_schema, f"a JSON object or a file with one: {error}"
-            ) from error
+            raise InvalidRequest.of("--json-schema", json_schema, f"a JSON object or its file: {error}") from error
     return Grammar(json_schema=json_schema, json_object=json_object, regex=regex)

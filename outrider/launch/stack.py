@@ -189,9 +189,7 @@ class Stack:
     def _raise_for_dead(self) -> None:
         for child in self.children:
             if child.process is not None and child.process.poll() is not None:
-                raise StartupError(
-                    f"{child.name} ended with status {child.process.returncode}:\n{child.last_log_lines()}"
-                )
+                raise StartupError(f"{child.name} ended, status {child.process.returncode}:\n{child.last_log_lines()}")
 
     def _spawn(self, name: str, service: str, /, **settings: Any) -> None:
         """Start a process outside the plan."""

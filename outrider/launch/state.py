@@ -37,8 +37,8 @@ class StateFolder:
     def key(self, name: str) -> Path:
         """Return the file of a secret, generated at the first call."""
         file = self.folder / name
-        if not file.exists():
-            given = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        if not file.exists() or not file.stat().st_size:  # or a first run was interrupted
+            given = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(given, "w") as writing:
                 writing.write(secrets.token_urlsafe(32) + "\n")
         file.chmod(0o600)

@@ -22,6 +22,7 @@ from outrider.protocol.speculation import FinishReason, Verdict
 _KEY_LIMITS = ("key.sessions", "key.max_sessions", "key.requests_per_minute", "key.tokens_per_minute")
 _MODEL_LIMITS = ("model.sessions", "model.waiting", "model.key_sessions")
 _LIMITS = ("sessions", "timeout", *_KEY_LIMITS, *_MODEL_LIMITS)  # fields of the errors that name them
+_MOST_KINDS = 64  # of drafters, of which metrics are told apart
 ABANDONED = "abandoned"  # in place of a finish reason: its clients disconnected, and it can be resumed
 
 _FIRST_TOKEN_S = (
@@ -254,6 +255,7 @@ class TargetMetrics:
         metrics.hidden_bytes.labels(model)
 
     def drafter(self, kind: str) -> DrafterKind:
+        kind = kind if kind in self._drafters or len(self._drafters) < _MOST_KINDS else "other"  # drafters name it
         if kind not in self._drafters:
             self._drafters[kind] = DrafterKind(
                 self._metrics.guessed_tokens.labels(self._model, kind),

@@ -36,6 +36,7 @@ class Capacity:
 
     seats: int
     tokens: int  # 0: no limit
+    most: float = math.inf  # tokens of one verifier, which refuses a session of more at once
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +169,7 @@ class Seats:
         seats, used = self._used()
         if not seats or not capacity.seats or not (self._several() or self._classes):
             return True  # a single session may have any size: its verifier accepts or refuses it
-        return seats < capacity.seats and (not capacity.tokens or used + tokens <= capacity.tokens)
+        return seats < capacity.seats and (used + tokens <= (capacity.tokens or math.inf) or tokens > capacity.most)
 
     def _fair(self, capacity: Capacity, usage: _Usage, tokens: int) -> bool:
         if not usage.seats or not capacity.seats or not self._several():
@@ -187,4 +188,4 @@ def capacity_of(worker_pool: WorkerPool, target: str) -> Capacity:
     """Return the capacity that a target's verifiers report."""
     verifiers = [each.info for each in worker_pool.verifiers(target) if not each.info.draining]
     tokens = [info.load.kv_tokens_total for info in verifiers]
-    return Capacity(sum(info.capacity for info in verifiers), sum(tokens) if all(tokens) else 0)
+    return Capacity(sum(info.capacity for info in verifiers), sum(tokens) if all(tokens) else 0, max(tokens, default=0))

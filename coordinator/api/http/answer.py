@@ -61,13 +61,11 @@ async def requests_of(
     default = CHAT_TOKENS if isinstance(body, ChatOptions) else None
     requests: list[SessionRequest] = []
     for request in inputs:
-        prepared = replace(
-            await prepare(request, target, settings, default_tokens=default), drawn_seed=body.seed is None
-        )
-        seed = prepared.params.seed
+        ready = replace(await prepare(request, target, settings, default_tokens=default), drawn_seed=body.seed is None)
+        seed = ready.params.seed
         assert seed is not None
         requests += [
-            replace(prepared, params=prepared.params.with_seed((seed + number) % (MAX_SEED + 1)))
+            replace(ready, params=ready.params.with_seed((seed + number) % (MAX_SEED + 1)))
             for number in range(body.choices)
         ]
     return requests

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 
 from coordinator.admission.quotas import Quotas, TokenBucket
-from outrider.protocol.errors import Overloaded
+from outrider.protocol.errors import Overloaded, Unavailable
 from outrider.security.tenants import Tenant, TenantLimits
 from outrider.settings.coordinator import CoordinatorSettings
 
@@ -51,6 +52,25 @@ def test_limits_of_a_key_and_of_all_keys() -> None:
     assert spent.field == "key.tokens_per_minute"
     assert 80_000 < (spent.retry_after_ms or 0) <= 96_000, "15 beyond the limit are paid back first"
     assert refusal(quotas, THIRD, 0, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("tenant", "held", "live", "taken"),
+    [
+        (GREEDY, 767, 767, True),
+        (GREEDY, 768, 768, False),
+        (MODEST, 0, 1000, True),
+        (MODEST, 0, 1024, False),
+        (replace(THIRD, limits=TenantLimits(max_sessions=2)), 3, 3, True),
+        (replace(THIRD, limits=TenantLimits(max_sessions=2)), 4, 4, False),
+    ],
+)
+def test_sessions_of_a_failed_coordinator_are_taken_up_to_twice_the_limits(
+    tenant: Tenant, held: int, live: int, taken: bool
+) -> None:
+    quotas = Quotas(CoordinatorSettings(max_sessions=512), several=lambda: True)
+    with contextlib.nullcontext() if taken else pytest.raises(Unavailable):
+        quotas.admit_takeover(tenant, held, live)
 
 
 def test_a_bucket_fills_again(monkeypatch: pytest.MonkeyPatch) -> None:

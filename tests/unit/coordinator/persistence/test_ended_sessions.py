@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -92,3 +93,14 @@ async def test_a_session_that_was_never_here_is_the_stores() -> None:
         await load(ended(None, None))
     with pytest.raises(StoreDown):
         await load(ended(None, StoreDown("away")))
+
+
+def test_what_is_kept_is_bounded_by_size() -> None:
+    sessions = ended(None)
+    for number in range(50):
+        request = SessionRequest(tuple(range(100_000)), SamplingParams(seed=1, max_tokens=100))
+        sessions.keep(SessionRecord(f"long-{number}", request))
+    assert list(sessions.recent) == [f"long-{number}" for number in range(31, 50)], "the newest ones"
+    for number in range(1_000):
+        sessions.keep(replace(record_of(100, epoch=1), session_id=f"usual-{number}"))
+    assert {f"usual-{number}" for number in range(1_000)} <= sessions.recent.keys()

@@ -16,7 +16,7 @@ from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
-from outrider.protocol.errors import InvalidRequest, NotFound
+from outrider.protocol.errors import InvalidRequest, NotFound, Unavailable
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.settings.coordinator import CoordinatorSettings
@@ -109,3 +109,13 @@ async def test_two_of_one_idempotency_key_start_its_session_once(requests: Reque
     one, other = await asyncio.gather(requests.find("s"), requests.find("s"))
     assert one is other
     assert requests.manager.live == [one]
+
+
+async def test_resumed_sessions_count_for_their_key(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to twice its limit, since those of a failed coordinator come on top of its own."""
+    monkeypatch.setattr(requests.manager._quotas, "_settings", CoordinatorSettings(default_max_sessions=1))
+    requests.store("s", "t", "u")
+    await requests.resume("s")
+    await requests.resume("t")
+    with pytest.raises(Unavailable):
+        await requests.resume("u")

@@ -62,3 +62,17 @@ def test_every_other_chat_is_encoded_as_it_is_rendered(target: Target, text: str
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": text}]
     rendered = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert target.encode_chat(Chat(messages)) == target.encode(str(rendered), special=False)
+
+
+def test_many_control_tokens_are_encoded_together(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    encode = type(target.tokenizer)._encode_plus
+
+    def counted(*given: Any, **more: Any) -> Any:
+        calls.append(given)
+        return encode(*given, **more)
+
+    monkeypatch.setattr(type(target.tokenizer), "_encode_plus", counted)
+    tokens = target.encode_chat(Chat([{"role": "user", "content": END * 500}]))
+    assert shown(target, tokens).count(END) == 501
+    assert len(calls) < 5

@@ -148,3 +148,16 @@ def test_the_page_tells_of_every_metric() -> None:
             if not family.name.startswith("process_"):
                 ours.add(family.name + ("_total" if family.type == "counter" else ""))
     assert told == ours
+
+
+def test_drafters_cannot_add_labels_without_end() -> None:
+    """A drafter names its kind itself."""
+    metrics = CoordinatorMetrics(WAYS)
+    for number in range(1_000):
+        metrics.of("m").drafter(f"kind-{number}").guessed_tokens.inc()
+    kinds = {
+        sample.labels["drafter"] for each in families(metrics) for sample in each.samples if "drafter" in sample.labels
+    }
+    assert len(kinds) <= 65
+    assert value(metrics, "guessed_tokens_total", model_name="m", drafter="other") == 1_000 - 64
+    assert value(metrics, "guessed_tokens_total", model_name="m", drafter="kind-0") == 1

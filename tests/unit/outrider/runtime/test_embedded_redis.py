@@ -130,6 +130,14 @@ def test_a_state_folder_is_private_and_has_one_holder(tmp_path: Path, monkeypatc
         assert not random_port.kept
 
 
+def test_a_key_that_an_interrupted_run_left_empty_is_made(tmp_path: Path) -> None:
+    with state_folder(str(tmp_path / "mine"), 0) as mine:
+        (mine.folder / "fleet-key").touch()
+        key = mine.key("fleet-key")
+        assert len(key.read_text().strip()) >= 32
+        assert key.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_named_state_folder_that_is_held_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.launch.state.LEAVING_S", 0.2)
     with state_folder(str(tmp_path / "mine"), 0) as mine:

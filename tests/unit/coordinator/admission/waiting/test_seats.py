@@ -248,3 +248,15 @@ async def test_who_leaves_the_queue_leaves_nothing_behind() -> None:
     await crowd.cancel()
     assert crowd.seats._tenants == {}
     assert crowd.seats._queues == {}
+
+
+async def test_a_session_that_no_verifier_can_hold_keeps_nobody_waiting() -> None:
+    """Its verifier refuses it in words."""
+    crowd = Crowd(Capacity(4, 200, most=100))
+    await crowd.come("modest", 1)
+    await crowd.come("greedy", 1, tokens=1000)
+    assert crowd.of("greedy") == 1, "it does not wait until the others have left"
+    await crowd.come("other", 1)
+    await crowd.leave("greedy 1")
+    assert (crowd.of("modest"), crowd.of("other")) == (1, 1)
+    await crowd.cancel()
