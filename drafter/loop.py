@@ -105,7 +105,7 @@ class DraftingLoop:
             started = time.perf_counter()
             if guesses := await self._draft(requests):
                 drafted = {session: requests[session] for session in guesses}
-                self._add_guesses(drafted, list(guesses.values()), time.perf_counter() - started)
+                self._add(drafted, list(guesses.values()), time.perf_counter() - started)
 
     async def _draft(self, requests: Mapping[DraftSession, DraftRequest]) -> dict[DraftSession, Guess]:
         """Return the guesses. If the step fails, each session drafts alone, and those that fail alone are closed."""
@@ -113,6 +113,8 @@ class DraftingLoop:
         try:
             return dict(zip(requests, await drafting, strict=True))
         except Exception as error:
+            if type(error).__name__ == "AcceleratorError":  # of torch; it is sticky: the process ends
+                raise
             if len(requests) > 1:
                 alone = [await self._draft({session: request}) for session, request in requests.items()]
                 return {session: guess for each in alone for session, guess in each.items()}
@@ -146,9 +148,7 @@ class DraftingLoop:
             raise InvalidRequest.of("open.direct_source", opening.direct_source, "0: its verifier is not here")
         session.send = found
 
-    def _add_guesses(
-        self, requests: Mapping[DraftSession, DraftRequest], guesses: Sequence[Guess], spent_s: float
-    ) -> None:
+    def _add(self, requests: Mapping[DraftSession, DraftRequest], guesses: Sequence[Guess], spent_s: float) -> None:
         self._step_ms.add(spent_s * 1000)
         if len(self._sessions) > FEW:
             self._shares.measure(requests, guesses, spent_s)

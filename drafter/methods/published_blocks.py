@@ -78,15 +78,16 @@ class BlockDrafter:
             return
 
     def _guess(
-        self, requests: Iterable[DraftRequest], states: Iterable[torch.Tensor], caches: Iterable[DraftKvCache]
+        self, requests: Iterable[DraftRequest], states: Sequence[torch.Tensor], caches: Iterable[DraftKvCache]
     ) -> None:
         weight, rows = self._module.embed_tokens.weight, []
         sessions = [self._sessions[request.session] for request in requests]
         for request, session, new, cache in zip(requests, sessions, states, caches, strict=True):
             tokens = request.tokens[session.path_start : session.path_start + len(new)]
+            cache.truncate(session.num_cached)  # a pass that failed may have left more
             rows.append(CommittedRows(cache, new.to(weight), tokens))
+        for session, new, hidden in zip(sessions, states, self._module.guess(rows), strict=True):
             session.cached(len(new))
-        for session, hidden in zip(sessions, self._module.guess(rows), strict=True):
             session.hidden, session.logits = hidden, self._module.logits(hidden).float()
 
     def _draft(self, request: DraftRequest) -> Guess:

@@ -30,6 +30,7 @@ class PublishedDflash(PublishedModule):
         config.must_be("sliding_window_non_causal", True)
         config.must_be("attention_value_scale", 1.0)
         config.must_be("attention_sink_bias", False)
+        config.must_be("is_neox_style", True)
         if (config.folder / "mask_embedding.pt").exists():
             raise refused(config.folder, "has a mask_embedding.pt, which is not supported")
         shape = DecoderShape.of(config)
@@ -40,7 +41,7 @@ class PublishedDflash(PublishedModule):
         needs = TargetNeeds(target_hidden, vocab_of(config), len(captured), captured, num_layers=num_layers)
         super().__init__(config, shape, needs, layers)
         self._mask_token = config.integer("mask_token_id", at_least=0, at_most=needs.vocab - 1)
-        self._causal = config.flag("causal", False)
+        self._causal = config.flag("is_causal", config.flag("causal", False))
         self.block_size = config.integer("block_size", 16, at_least=2, at_most=_MAX_BLOCK)
         self.from_anchor = config.flag("sample_from_anchor", False)
         self.fc = linear(len(captured) * target_hidden, shape.hidden)

@@ -47,9 +47,7 @@ def tune(
     """Return the early exits of a target, by number of layers."""
     loaded = load_model(target, EngineOptions(device=device, kv_tokens=_KV_TOKENS, prefix_tokens=0), status)
     info, cost = loaded.engine.info, loaded.cost
-    recipe = DataRecipe(
-        info.weights_digest, data.digest(prompts), len(prompts), max_tokens, seed=0, temperatures=(0.0,)
-    )
+    recipe = DataRecipe(info.weights_digest, data.digest(prompts), len(prompts), max_tokens, 0, temperatures=(0.0,))
     status("generating text with the target")
     dataset = Dataset.at(data_home, recipe)
     dataset.write(loaded, prompts)

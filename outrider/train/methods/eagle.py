@@ -43,7 +43,7 @@ class EagleMethod:
         for step, output in enumerate(outputs):
             found = output[chosen]
             missed = cross_entropy(probs, nn.functional.linear(found, self._drafted.head))
-            distance = nn.functional.smooth_l1_loss(found.float(), wanted)
+            distance = nn.functional.smooth_l1_loss(found.float(), wanted, reduction="sum") / max(1, wanted.numel())
             total = total + _NEXT_STEP_WEIGHT**step * (missed + _STATE_WEIGHT * distance)
         return total / sum(_NEXT_STEP_WEIGHT**step for step in range(steps))
 

@@ -109,7 +109,7 @@ def cross_entropy(target: torch.Tensor, drafter: torch.Tensor) -> torch.Tensor:
     """Return the cross-entropy of the drafter's distribution under the target's, from probabilities and logits."""
     logits = drafter.float()
     missed: torch.Tensor = torch.logsumexp(logits, dim=-1) - torch.linalg.vecdot(target, logits)
-    return missed.mean()
+    return missed.sum() / max(1, len(missed))  # a batch of long prompts may have none
 
 
 def greedy_targets(target_weights: EmbeddingsAndHead, batch: Batch) -> torch.Tensor:

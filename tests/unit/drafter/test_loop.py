@@ -137,3 +137,21 @@ async def test_a_drafter_that_fails_for_all_closes_all_and_takes_new_sessions() 
     assert guess.tokens == (1, 2)
     running.cancel()
     loop.stop()
+
+
+async def test_a_drafter_whose_device_failed_ends() -> None:
+    """Its error is sticky: a process that stayed would take sessions and lose them, again and again."""
+
+    class AcceleratorError(RuntimeError):
+        """As torch names it."""
+
+    class Broken(FailsFor):
+        def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
+            raise AcceleratorError("an illegal memory access")
+
+    loop = DraftingLoop(Broken(), 4, DrafterMetrics("ngram", "ngram"))
+    for name in ("a", "b"):
+        loop.open(replace(opening(name), direct_source=0))
+    with pytest.raises(AcceleratorError):
+        await asyncio.wait_for(loop.run(), 5)
+    loop.stop()

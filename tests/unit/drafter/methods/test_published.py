@@ -170,6 +170,27 @@ def test_sessions_of_one_step_do_not_change_one_another(name: str, tmp_path: Pat
     assert drafter.draft(requests) == alone
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_pass_that_failed_changes_no_later_guess(
+    name: str, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(name, tmp_path, target)
+    drafter: Any = served.drafter
+    request = ask_for(PROMPT, 4, served.sent(0, len(PROMPT) - 1))
+    (wanted,) = drafter.draft([replace(request, session="another")])
+    guess = drafter._rows._module.guess
+
+    def fail(rows: Any) -> None:
+        guess(rows)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(drafter._rows._module, "guess", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        drafter.draft([request])
+    monkeypatch.setattr(drafter._rows._module, "guess", guess)
+    assert drafter.draft([request]) == [wanted]
+
+
 @pytest.mark.parametrize("name", ["eagle", "mimo-mtp", "eagle3"])
 def test_states_in_float8_are_read(name: str, tmp_path: Path, target: str) -> None:
     """A session numbers all states but the final ones as float16."""

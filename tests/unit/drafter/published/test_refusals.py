@@ -280,6 +280,7 @@ def test_a_mask_token_beyond_the_vocabulary(token: int | None, tmp_path: Path) -
         ("sliding_window_non_causal", False),
         ("attention_value_scale", 0.5),
         ("attention_sink_bias", True),
+        ("is_neox_style", False),
         ("target_layer_ids", [1, 3, 5]),
         ("mask_token_id", VOCAB),
     ],

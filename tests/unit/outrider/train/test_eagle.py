@@ -55,3 +55,11 @@ def test_cross_entropy_is_torchs() -> None:
     target, drafter = torch.randn(5, 30).softmax(dim=-1), torch.randn(5, 30, requires_grad=True)
     wanted = torch.nn.functional.cross_entropy(drafter, target)
     torch.testing.assert_close(cross_entropy(target, drafter), wanted)
+
+
+def test_a_batch_without_chosen_places_loses_nothing() -> None:
+    """Such as a long prompt of whose answer one place is left."""
+    drafter = torch.randn(0, 30, requires_grad=True)
+    loss = cross_entropy(torch.randn(0, 30).softmax(dim=-1), drafter)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == 0.0
