@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -38,6 +39,7 @@ _CONTEXT = 64
 _ROUNDS = 2
 _BUDGET_S = 20.0
 _TEST_TOKENS = 8
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a model on the hub
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ def load_core(name: str, options: CoreOptions, progress: Callable[[str], None]) 
 
     `options.model` is ignored: it is where `name` is found.
     """
-    path = Path(locate_safetensors(name, progress))
+    path = _folder(locate_safetensors(name, progress))
     if not path.is_dir() or not list(path.glob("*.safetensors")):
         raise StartupError(
             f"engine vllm needs a directory with safetensors, {name} is none",
@@ -168,10 +170,18 @@ def _spread(names: Iterable[str], tokens: int, per_session: int) -> Iterator[tup
 def describe_served(vllm_config: Any) -> ModelInfo:
     """Return the identity of the model that a vLLM with this configuration serves."""
     config = vllm_config.model_config
-    path = Path(locate(config.model, lambda stage: None))
+    path = _folder(locate(config.model, lambda stage: None), config.revision)
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
     vocabulary = Vocabulary.of(tokenizer)
     return _describe(path, _empty_model(path), vllm_config, tokenizer, vocabulary, config.quantization or "")
+
+
+def _folder(found: Path | str, revision: str | None = None) -> Path:
+    """Return the folder of a model. That of a hub id is downloaded once, to where vLLM keeps it."""
+    if isinstance(found, Path):
+        return found
+    with startup_errors(found):
+        return Path(snapshot_download(found, revision=revision, allow_patterns=_FILES))
 
 
 def _describe(
