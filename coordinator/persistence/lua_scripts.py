@@ -62,7 +62,7 @@ return 'OK'
 """
 
 CLAIM = f"""{_SHAPES}
--- KEYS: session, tokens, logprobs. ARGV: owner, ttl, tenant.
+-- KEYS: session, tokens, logprobs. ARGV: owner, ttl, tenant, id of this call.
 -- Takes a session over unless it has finished; returns fields, tokens and logprobs. Other tenants' sessions are absent.
 if absent(KEYS[1]) then return false end
 if epoch_of(KEYS[1]) == nil or not text_or_none(KEYS[2]) or not text_or_none(KEYS[3]) then return 'UNREADABLE' end
@@ -75,8 +75,8 @@ end
 if redis.call('STRLEN', KEYS[2]) > {MAX_TOKENS_BYTES} then return 'UNREADABLE' end
 if redis.call('STRLEN', KEYS[3]) > {MAX_LOGPROBS_BYTES} then return 'UNREADABLE' end
 if (redis.call('HGET', KEYS[1], 'finish') or '0') == '0' then
-  redis.call('HINCRBY', KEYS[1], 'epoch', 1)
-  redis.call('HSET', KEYS[1], 'owner', ARGV[1])
+  if redis.call('HGET', KEYS[1], 'call') ~= ARGV[4] then redis.call('HINCRBY', KEYS[1], 'epoch', 1) end
+  redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'call', ARGV[4])
 end
 expire(ARGV[2])
 local fields = redis.call('HMGET', KEYS[1], 'request', 'epoch', 'finish', 'model', 'verifier', 'tenant')
@@ -84,14 +84,16 @@ return {{fields, redis.call('GET', KEYS[2]) or '', redis.call('GET', KEYS[3]) or
 """
 
 CANCEL = f"""{_SHAPES}
--- KEYS: session. ARGV: finish, tenant. The owner is fenced by the new epoch. Other tenants' sessions are absent.
+-- KEYS: session. ARGV: finish, tenant, id of this call.
+-- The owner is fenced by the new epoch. Other tenants' sessions are absent.
 if absent(KEYS[1]) then return -1 end
 if epoch_of(KEYS[1]) == nil then return -2 end
 local tenant = redis.call('HGET', KEYS[1], 'tenant')
 if tenant and tenant ~= ARGV[2] then return -1 end
+if redis.call('HGET', KEYS[1], 'call') == ARGV[3] then return 1 end
 if (redis.call('HGET', KEYS[1], 'finish') or '0') ~= '0' then return 0 end
 redis.call('HINCRBY', KEYS[1], 'epoch', 1)
-redis.call('HSET', KEYS[1], 'finish', ARGV[1])
+redis.call('HSET', KEYS[1], 'finish', ARGV[1], 'call', ARGV[3])
 return 1
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -27,6 +28,7 @@ from outrider.security.api_keys import ApiKeys
 _PREFIX = "outrider"
 _PAIR_TTL_S = 30 * 24 * 3600
 MAX_WORKERS = 4096
+_SCANNED = 4096  # keys at once; 256 took 15 times the CPU time here
 
 
 class Store:
@@ -91,7 +93,8 @@ class Store:
         Raise Unreadable for an invalid record.
         """
         async with self.connection.calling():
-            reply = await self._claim(keys=_session_keys(session_id), args=[self._owner, self._ttl_s, tenant])
+            args = [self._owner, self._ttl_s, tenant, _call_id()]
+            reply = await self._claim(keys=_session_keys(session_id), args=args)
         if not reply:
             return None
         with self.connection.validating("session"):
@@ -109,7 +112,7 @@ class Store:
         """Cancel a session; return whether it was running, or None if the tenant has no such session."""
         async with self.connection.calling():
             finish = int(FinishReason.CANCELLED)
-            reply = int(await self._cancel(keys=_session_keys(session_id)[:1], args=[finish, tenant]))
+            reply = int(await self._cancel(keys=_session_keys(session_id)[:1], args=[finish, tenant, _call_id()]))
         if reply < -1:
             with self.connection.validating("session"):
                 raise Unreadable("session: another shape than a coordinator writes")
@@ -146,7 +149,7 @@ class Store:
         """
         found: dict[tuple[str, Role], tuple[int, WorkerInfo]] = {}
         async with self.connection.calling():
-            async for key in self._redis.scan_iter(match=f"{_PREFIX}:worker:*", count=256):
+            async for key in self._redis.scan_iter(match=f"{_PREFIX}:worker:*", count=_SCANNED):
                 fields = await self._read_worker(keys=[key])
                 with contextlib.suppress(Unreadable), self.connection.validating("worker"):
                     if fields:
@@ -183,6 +186,10 @@ def fenced(session_id: str) -> Fenced:
 
 def _pair_key(target: str, drafter: str) -> str:
     return f"{_PREFIX}:pair:{target}:{drafter}"
+
+
+def _call_id() -> str:
+    return secrets.token_hex(8)
 
 
 def _session_keys(session_id: str) -> list[str]:

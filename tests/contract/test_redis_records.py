@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -14,7 +15,8 @@ import grpc
 import pytest
 import redis
 
-from coordinator.persistence.session_record import SessionRequest, pack
+from coordinator.persistence.session_record import SessionRecord, SessionRequest, pack
+from coordinator.persistence.store import Store
 from coordinator.persistence.stored_records import seal_worker
 from outrider.protocol import convert
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
@@ -24,7 +26,7 @@ from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
-from tests.cluster import Cluster, ask, client, failure, generate, until
+from tests.cluster import Cluster, Redis, ask, client, failure, generate, until
 from tests.contract.conftest import House
 
 pytestmark = pytest.mark.timeout(120)
@@ -184,6 +186,57 @@ async def test_a_session_of_ours_is_written_over_what_a_stranger_put_there(house
             assert await house.service.sessions.write_behind.flush(5)
             assert there.hget(keys[0], "finish") is not None
             assert there.strlen(keys[1]) == 4 * 400
+
+
+class LosingReplies:
+    """A way to Redis that loses the first reply to each script, and its connection, after Redis has run it."""
+
+    def __init__(self, server: Redis) -> None:
+        self._server = server
+        self.lost = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answers, requests = await asyncio.open_connection("127.0.0.1", self._server.port)
+        try:
+            while sent := await reader.read(65536):
+                requests.write(sent)
+                answer = await answers.read(65536)
+                if b"EVALSHA" in sent and not answer.startswith(b"-NOSCRIPT") and not self.lost:
+                    self.lost += 1
+                    break
+                writer.write(answer)
+        finally:
+            requests.close()
+            writer.close()
+
+
+async def test_a_call_whose_reply_was_lost_counts_once(redis_server: Redis) -> None:
+    """The Redis client repeats it: a claim must not fence its own coordinator, nor a cancel find itself too late."""
+    way = LosingReplies(redis_server)
+    server = await asyncio.start_server(way.serve, "127.0.0.1")
+    store = Store(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", "coordinator-2", 60)
+    record = SessionRecord("lost", SessionRequest((1, 2), SamplingParams(seed=1)), epoch=4)
+    try:
+        with redis.Redis.from_url(redis_server.url) as there:
+            way.lost = 1
+            assert await store.write(record, 0, 0, whole=True) == "OK"
+            way.lost = 0
+            claimed = await store.claim("lost")
+            assert way.lost == 1
+            assert claimed is not None
+            assert claimed.epoch == 5, "claimed once"
+            claimed = await store.claim("lost")
+            assert claimed is not None
+            assert claimed.epoch == 6, "another claim is another one"
+            way.lost = 0
+            assert await store.cancel("lost") is True
+            assert way.lost == 1
+            assert there.hget("outrider:session:{lost}", "epoch") == b"7"
+            assert await store.cancel("lost") is False
+    finally:
+        await store.connection.close()
+        server.close()
+        await server.wait_closed()
 
 
 async def test_pair_histories_and_idempotency_keys_of_a_stranger(house: House) -> None:
