@@ -89,10 +89,9 @@ class AttachedSession:
         self._send(message)
 
     def _send(self, message: verify.VerifyRequest) -> None:
-        if self.outbox.qsize() >= _MAX_UNSENT:
-            raise PeerLost("the engine does not read its guesses")
         self._sent.messages += 1
-        self.outbox.put_nowait(message)
+        if self.outbox.qsize() <= _MAX_UNSENT:  # with more, `_read` ends the session: here a drafter would be blamed
+            self.outbox.put_nowait(message)
 
     async def _read(self, requests: AsyncIterator[pb.AttachRequest]) -> None:
         ready_at = time.monotonic()
@@ -102,6 +101,8 @@ class AttachedSession:
                     request = await anext(requests, None)
                 if request is None:
                     return
+                if self.outbox.qsize() > _MAX_UNSENT:
+                    raise PeerLost("the engine does not read its guesses")
                 now = time.monotonic()
                 steps = max(1, min(_PLAIN_STEPS, len(request.reply.verdict.tokens) - request.reply.verdict.accepted))
                 ready_at = max(ready_at, now - _BURST * _SHORTEST_STEP_S) + steps * _SHORTEST_STEP_S

@@ -93,7 +93,7 @@ class Store:
         Raise Unreadable for an invalid record.
         """
         async with self.connection.calling():
-            args = [self._owner, self._ttl_s, tenant, _call_id()]
+            args = self._owner, self._ttl_s, tenant, _call_id()
             reply = await self._claim(keys=_session_keys(session_id), args=args)
         if not reply:
             return None

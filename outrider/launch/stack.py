@@ -32,7 +32,7 @@ from outrider.security.tls import Tls, certified_names
 _READY = "progress: ready at "
 _HTTP = "progress: http at "
 _PROGRESS = "progress: "
-_STOP_S = 15.0
+_STOP_S = 5.0  # after the drain
 _RESTART_S = 1.0
 _LAST_LINES = 12
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -89,6 +89,7 @@ class Child:
     command: list[str]
     log: Path
     secrets: dict[str, str] = field(repr=False)  # as variables: every user can read a command line
+    drain_s: float = 0.0
     state: str = "starting"
     address: str = ""
     http_address: str = ""
@@ -175,7 +176,7 @@ class Stack:
         running = [child.process for child in self.children if child.process and child.process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + _STOP_S
+        deadline = time.monotonic() + _STOP_S + max((child.drain_s for child in self.children), default=0.0)
         try:
             for process in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -196,7 +197,8 @@ class Stack:
         self._start(ServiceSpec(name, service, KINDS[service](**_common(self.plan, service), **settings)))
 
     def _start(self, service: ServiceSpec) -> None:
-        child = Child(service.name, service.command, self.folder / f"{service.name}.log", service.variables)
+        log = self.folder / f"{service.name}.log"
+        child = Child(service.name, service.command, log, service.variables, service.settings.drain_s)
         self.children.append(child)
         self._launch(child)
 

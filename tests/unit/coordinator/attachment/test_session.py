@@ -15,10 +15,11 @@ from coordinator.control.throughput_model import Mode
 from coordinator.sessions.drafting import DraftingContext
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol import convert
-from outrider.protocol.errors import Expired, ProtocolViolation
+from outrider.protocol.errors import Expired, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import TokenKind, Verdict, VerifyTimings
+from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import verifier_pb2 as verify
 
@@ -77,6 +78,18 @@ async def test_verdicts_are_read_no_faster_than_engines_run(together: int) -> No
     await engine.follow(stream(*requests))
     least_s = (STEPS - session._BURST) * session._SHORTEST_STEP_S
     assert asyncio.get_running_loop().time() - started >= 0.9 * least_s
+
+
+async def test_an_engine_that_reads_no_guesses_is_lost_and_no_drafter_is_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session, "_MAX_UNSENT", 3)
+    engine = attached()
+    for _ in range(10):  # as a drafter's task does
+        engine.guess(common.Guess(position=2, tokens=[1]))
+    assert engine.outbox.qsize() == 4
+    with pytest.raises(PeerLost, match="does not read"):
+        await engine.follow(stream(plain_steps(1)))
 
 
 async def test_an_engine_whose_drafters_rest_sends_several_steps_in_one_verdict() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -161,3 +162,25 @@ def test_the_output_of_a_process_that_ended_is_closed(tmp_path: Path) -> None:
     process.wait()
     output = process.stdout
     until(lambda: output.closed, 5, "its output to be closed")
+
+
+@pytest.mark.parametrize(("drain_s", "status"), [(5.0, 7), (0.0, -signal.SIGKILL)])
+def test_stopping_waits_for_the_longest_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drain_s: float, status: int
+) -> None:
+    monkeypatch.setattr("outrider.launch.stack._STOP_S", 0.2)
+    drains = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(7)));"
+    started = Stack(replace(PLAN, port=0), "", tmp_path)
+    child = Child(
+        "a",
+        [sys.executable, "-c", f"{drains} print('progress: ready at x:1', flush=True); time.sleep(60)"],
+        tmp_path / "a",
+        {},
+    )
+    child.drain_s = drain_s
+    started.children.append(child)
+    started._launch(child)
+    assert child.ready.wait(20)
+    started.stop()
+    assert child.process is not None
+    assert child.process.returncode == status
