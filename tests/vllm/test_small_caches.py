@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from outrider.engine.vllm.messages import Opening, PlannedSession
 from outrider.protocol.sampling_params import SamplingParams
+from tests.architectures import tiny_model
 from tests.vllm.conftest import RUNNER, Request, loop_over, run, vllm_target
 from tests.vllm.test_target import from_truth, requests
 from verifier.engine_target import EngineTarget
@@ -40,6 +42,21 @@ async def test_many_sessions_in_a_small_cache_wait_and_lose_nothing(model: Path,
         assert await run(few, requests(64, gamma=4), from_truth(truth, "mixed")) == truth
         few.stop()
         assert loaded.core.free_tokens == free, "no block is left behind"
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="too slow through the interpreter")
+def test_layers_with_windows_take_blocks_of_their_own(tmp_path: Path) -> None:
+    """A token of this model lies in four blocks: sessions that fill what is counted fit, and no more of them."""
+    tiny_model("gemma3_text", {"sliding_window": 64, "head_dim": 32}).save_pretrained(tmp_path)
+    with vllm_target(tmp_path, kv_tokens=4096) as (_, loaded):
+        core = loaded.core
+        assert (core.capacity_tokens, core.free_tokens) == (1024, 1024)
+        length = 2 * core.block_tokens
+        for number in range(core.capacity_tokens // length):
+            core.add(f"s{number}", [1 + number] * length, Opening(SamplingParams(seed=1, max_tokens=8), length))
+            core.step({f"s{number}": PlannedSession(length)})
+            assert core.free_tokens == 1024 - (number + 1) * length
+        core.abort([f"s{number}" for number in range(core.capacity_tokens // length)])
 
 
 def memory_mb() -> float:

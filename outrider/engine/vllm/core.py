@@ -98,17 +98,23 @@ class VllmCore:
 
     @property
     def capacity_tokens(self) -> int:
-        return (int(self._pool.num_gpu_blocks) - 1) * self.block_tokens  # one block is vLLM's own
+        """Return how many tokens are held at once: of short sessions, or of one with the whole context."""
+        return max((int(self._pool.num_gpu_blocks) - 1) * self._pool_block_tokens, self.context_length)  # one is vLLM's
 
     @property
     def free_tokens(self) -> int:
         """Return the capacity that no request holds; cached blocks of ended ones count as free."""
-        return int(self._pool.get_num_free_blocks()) * self.block_tokens
+        return int(self._pool.get_num_free_blocks()) * self._pool_block_tokens
 
     @property
     def evictable_tokens(self) -> int:
         """Return the capacity of cached blocks of ended requests, at most."""
-        return min(self.free_tokens, len(self._pool.cached_block_hash_to_block) * self.block_tokens)
+        return min(self.free_tokens, len(self._pool.cached_block_hash_to_block) * self._pool_block_tokens)
+
+    @property
+    def _pool_block_tokens(self) -> int:
+        """Return the tokens per block: layers of different kinds, such as sliding windows, take blocks of their own."""
+        return self.block_tokens // len(self._scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups)
 
     @property
     def context_length(self) -> int:
