@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class EmbeddingsAndHead:
     """The input and output matrices of a target."""
 
     embeddings: torch.Tensor  # [vocab, hidden]
-    head: torch.Tensor  # [vocab, hidden]
+    head: torch.Tensor  # [vocab, hidden], with the scale of the logits
     head_bias: torch.Tensor | None
     softcap: float
 
@@ -39,17 +39,18 @@ class EmbeddingsAndHead:
     def of(cls, model: PreTrainedModel) -> EmbeddingsAndHead:
         """Return those of a loaded model."""
         out: Any = model.get_output_embeddings()
-        return cls(model.get_input_embeddings().weight.detach(), out.weight.detach(), out.bias, _softcap(model.config))
+        head = _scaled(out.weight.detach(), model.config)
+        return cls(model.get_input_embeddings().weight.detach(), head, out.bias, _softcap(model.config))
 
     def on(self, device: torch.device) -> EmbeddingsAndHead:
         """Return them on a device."""
         bias = None if self.head_bias is None else self.head_bias.to(device)
-        return EmbeddingsAndHead(self.embeddings.to(device), self.head.to(device), bias, self.softcap)
+        return replace(self, embeddings=self.embeddings.to(device), head=self.head.to(device), head_bias=bias)
 
     def cut(self, ids: torch.Tensor) -> EmbeddingsAndHead:
         """Return them with a head for some ids alone, in bfloat16."""
         bias = None if self.head_bias is None else self.head_bias[ids]
-        return EmbeddingsAndHead(self.embeddings, self.head[ids].to(torch.bfloat16), bias, self.softcap)
+        return replace(self, head=self.head[ids].to(torch.bfloat16), head_bias=bias)
 
     @property
     def digest(self) -> str:
@@ -90,9 +91,8 @@ def read_embeddings_and_head(target: str, progress: Callable[[str], None]) -> Em
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         message = f"cannot read the embeddings of {target!r}: {error}"
         raise StartupError(message, field="target", value=target, limit="safetensors") from error
-    return EmbeddingsAndHead(
-        read[embeddings].float(), read[head].float(), read[bias].float() if bias in read else None, _softcap(config)
-    )
+    scaled, biases = _scaled(read[head].float(), config), read[bias].float() if bias in read else None
+    return EmbeddingsAndHead(read[embeddings].float(), scaled, biases, _softcap(config))
 
 
 def _names(model: PreTrainedModel) -> tuple[str, str, str | None]:
@@ -118,3 +118,12 @@ def _read(path: Path | str, name: str) -> torch.Tensor:
 
 def _softcap(config: Any) -> float:
     return float(getattr(config.get_text_config(), "final_logit_softcapping", None) or 0.0)
+
+
+def _scaled(head: torch.Tensor, config: Any) -> torch.Tensor:
+    """Return a head that gives the logits as Cohere, Granite, Falcon-H1 and others scale them."""
+    text = config.get_text_config()
+    scale, divisor = (getattr(text, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
+    scale *= getattr(text, "lm_head_multiplier", None) or 1.0
+    scale *= divisor if text.model_type.startswith("hyperclovax") else 1.0 / divisor
+    return head if scale == 1.0 else head * scale
