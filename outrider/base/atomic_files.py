@@ -17,6 +17,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())  # else a crash of the machine may leave the new name with nothing in it
         temporary.replace(path)
     except Exception as error:
         if _is_full(error):

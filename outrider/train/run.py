@@ -97,7 +97,7 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     if order.restart:
         (order.out / loop.CHECKPOINT).unlink(missing_ok=True)
     identity = {"method": order.method, "shape": method.shape, "recipe": asdict(recipe), "unroll": order.unroll}
-    identity["start"] = order.start
+    identity |= {"start": order.start, "vocabulary": order.num_ids}
     plan = loop.TrainingPlan(tokens=order.learn_tokens, learning_rate=order.learning_rate, seed=order.seed)
     training = loop.Training(method, examples, _by_kind(held_out, held_out_examples), plan, order.out, identity, device)
     metrics = training.run(watcher.on_step)

@@ -157,13 +157,16 @@ def test_a_damaged_checkpoint_is_told(order: TrainingOrder, monkeypatch: pytest.
     assert run.train(replace(mine, restart=True), Watched()).method == "eagle"
 
 
-def test_a_checkpoint_of_another_run_is_told(order: TrainingOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changed", [{"learning_rate": 0.5}, {"num_ids": 64}])
+def test_a_checkpoint_of_another_run_is_told(
+    order: TrainingOrder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: dict[str, Any]
+) -> None:
     monkeypatch.setattr(loop, "_CHECKPOINT_S", 0.0)
-    mine = replace(order, out=order.out.with_name("other-settings"))
+    mine = replace(order, out=tmp_path / "other-settings")
     with pytest.raises(KeyboardInterrupt):
         run.train(mine, Watched(die_at=2))
     with pytest.raises(StartupError, match="other data or settings"):
-        run.train(replace(mine, learning_rate=0.5), Watched())
+        run.train(replace(mine, **changed), Watched())
 
 
 def test_a_damaged_drafter_is_told(made: dict[str, Made], tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ class EagleShape:
     rope_theta: float = 10_000.0
     context: int = 8192
     eps: float = 1e-5
+    head_dim: int = 0  # 0: hidden / heads
 
     def config(self, num_ids: int) -> LlamaConfig:
         """Return the configuration of a Llama with these layers."""
@@ -42,6 +43,7 @@ class EagleShape:
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim or None,
             max_position_embeddings=self.context,
             rms_norm_eps=self.eps,
             rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
@@ -64,6 +66,7 @@ class EagleShape:
             layers=layers,
             rope_theta=float(theta),
             context=int(getattr(config, "max_position_embeddings", 8192)),
+            head_dim=getattr(config, "head_dim", None) or 0,
         )
 
 

@@ -8,6 +8,7 @@ import torch
 from outrider.train.artifacts.eagle import Eagle, EagleShape
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.methods.interface import cross_entropy
+from tests.architectures import tiny_model
 
 VOCABULARY, PLACES, STEPS = 40, 9, 4
 
@@ -36,6 +37,18 @@ def test_each_place_unrolls_as_a_drafter_drafts_there(eagle: Eagle) -> None:
                 output = eagle.body.model(inputs_embeds=inputs, position_ids=positions).last_hidden_state
                 path = torch.cat([path, output[:, -1:]], dim=1)
             torch.testing.assert_close(unrolled[step][:, place], output[:, -1], rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_heads_are_as_wide_as_the_target_s_own() -> None:
+    """Their width need not be that of a state by their number, which for gpt-oss is odd: nothing could turn it."""
+    target = tiny_model("gpt_oss", {"hidden_size": 60, "num_attention_heads": 4, "head_dim": 16})
+    shape = EagleShape.like(target)
+    assert (shape.hidden, shape.heads, shape.head_dim) == (60, 4, 16)
+    eagle = Eagle(shape, torch.arange(8), EmbeddingsAndHead.of(target))
+    states = eagle.unroll(torch.randn(1, 5, 60), torch.arange(5)[None], torch.tensor([5]), torch.tensor([0]), 2)
+    assert all(each.shape == (1, 5, 60) for each in states)
+    assert EagleShape.like(tiny_model("gpt2", {})).head_dim == 0
 
 
 def test_places_outside_an_example_change_nothing(eagle: Eagle) -> None:
