@@ -7,6 +7,7 @@ unless a final answer has a format: then the first token begins either calls or 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ def grammar_of(
         opened = "" if manner.thinking else rules.mark(THINK)
         thoughts = f"{opened} {rules.after_text(THOUGHT)}"
         start = f"({thoughts} {rules.blank})" + ("" if manner.thinking else "?")
-    free = "" if required else f" | {rules.answer()}"
+    free = "" if required else f" | {rules.answer(manner)}"
     return Grammar(lark="\n".join(["%llguidance {}", f"start: {start} ({calls}{free})", *rules.lines, _TEXT]))
 
 
@@ -93,12 +94,14 @@ class _Rules:
         bare = self._dialect.bare
         return f"{json.dumps(name)} {self.mark(bare)}" if bare else json.dumps(self._dialect.head(name))
 
-    def answer(self) -> str:
+    def answer(self, manner: Manner) -> str:
         """Return the rule of an answer without calls."""
         if self._format is not None:
             self.lines.append(rule_of(self._format, self._dialect))
             return "answer"
         if self._dialect.anywhere:
             return "TEXT"
-        self.lines.append(r"ANSWER: /([ \n]*([^{ \n](.|\n)*)?)/")
+        begins = rf"({re.escape(self._dialect.opener)}[ \t\r\n]*)*\{{" if self._dialect.opener else r"\{"
+        begins += rf"|\s*{THINK}" if manner.thinks and not manner.thinking else ""  # here and above a mark in letters
+        self.lines.append(rf"ANSWER: /(.|\n)*/ & ~/[ \n]*({begins})(.|\n)*/")
         return "ANSWER"

@@ -41,13 +41,13 @@ def target_of(*, tokens: bool) -> Target:
 TARGETS = {tokens: target_of(tokens=tokens) for tokens in (False, True)}
 
 
-def allows(tokens: bool, dialect: Dialect, text: str, **choice: Any) -> tuple[bool, bool]:
-    """Whether a whole answer is allowed, and whether its beginning is."""
+def allows(tokens: bool, dialect: Dialect, text: str, *, in_letters: bool = False, **choice: Any) -> tuple[bool, bool]:
+    """Whether a whole answer is allowed, and whether its beginning is; `in_letters` without tokens for marks."""
     target = TARGETS[tokens]
     manner = Manner(dialect, True, choice.pop("thinks", False), choice.pop("thinking", False))
     choice = {"required": False, "parallel": True} | choice
     guide = target.grammars.compile(SamplingParams(grammar=grammar_of(TOOLS, manner, target, **choice)))
-    ids = list(target.encode(text))
+    ids = list(TARGETS[False if in_letters else tokens].encode(text))
     if guide.count_allowed(ids) < len(ids):
         return False, False
     guide.advance(ids)
@@ -110,3 +110,21 @@ def test_thoughts_come_first(name: str, tokens: bool) -> None:
     assert not allows(tokens, dialect, f"Hm {{.</think>{bad}", thinks=True, thinking=True, required=True)[1]
     assert not allows(tokens, dialect, good, thinks=True, thinking=True, required=True)[0], "still thinking"
     assert allows(tokens, dialect, "Yes.", thinks=True)[0]
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+@pytest.mark.parametrize("name", ["llama3", "json"])
+def test_marks_in_letters_begin_no_free_text_with_a_call(name: str, tokens: bool) -> None:
+    """The parser reads text: it does not know whether a mark was a token."""
+    dialect = DIALECTS[name]
+    good, bad = dialect.write("get_time", {}), dialect.write("get_rain", {})
+    for before in ("", " \n", "<think>x</think>", " \t<think>{</think>\n"):
+        for mark in ["", dialect.opener, f"{dialect.opener}\t {dialect.opener}"] if dialect.opener else [""]:
+            text = before + mark
+            assert not allows(tokens, dialect, text + bad, thinks=True, in_letters=True)[1], text
+    assert allows(tokens, dialect, dialect.opener + good, in_letters=True)[0]
+    assert allows(tokens, dialect, f"<think>x</think>{good}", thinks=True, in_letters=True)[0]
+    for text in ("<think>x</think>Yes {", "<", "<thin {", "<|python_tag {", "\t{"):
+        assert allows(tokens, dialect, text, in_letters=True)[0], text
+        assert allows(tokens, dialect, text, thinks=True, in_letters=True)[0], text
+    assert allows(tokens, dialect, "<think> {", in_letters=True)[0], "no thought for this model"
