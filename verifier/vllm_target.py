@@ -94,9 +94,7 @@ class VllmTarget:
         """Return the hidden states that each session sends."""
         found = [self._core.scheduler.computed.get(item.session.key, Computed()).hidden_states for item in batch]
         rows = [torch.empty(0) if states is None else states for states in found]
-        kept = [
-            KeptRows(item.states if len(each) else (), range(len(each))) for item, each in zip(batch, rows, strict=True)
-        ]
+        kept = [KeptRows(it.states if len(row) else (), range(len(row))) for it, row in zip(batch, rows, strict=True)]
         return wire_states(StepResult(torch.empty(0), (), rows, self._core.layers), kept, self.projections.find)
 
     def _result(self, item: ScheduledSession, masks: _ChainMasks, sent: SentRows) -> SessionResult:

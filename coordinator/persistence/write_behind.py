@@ -40,9 +40,8 @@ class Entry:
 
     @property
     def current(self) -> bool:
-        return (
-            self.known and self.durable == len(self.record.tokens) and (self.finish_written or not self.record.finished)
-        )
+        written = self.known and self.durable == len(self.record.tokens)
+        return written and (self.finish_written or not self.record.finished)
 
 
 class WriteBehind:

@@ -43,9 +43,7 @@ class TargetSize:
                 plain = CheckpointConfig.read(path)
                 hidden, layers = plain.integer("hidden_size"), plain.integer("num_hidden_layers")
                 return cls(name, hidden, plain.integer("vocab_size", at_most=MAX_IDS), layers)
-            raise StartupError(
-                f"cannot read the configuration of {name!r}: {error}", field="target", value=name
-            ) from error
+            raise StartupError(f"cannot read the config of {name!r}: {error}", field="target", value=name) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +110,7 @@ class PublishedCheckpoint:
         if layers and not 1 <= min(layers) <= max(layers) <= target.layers:
             raise self._mismatch(target, f"number of layers {target.layers}", f"states after the layers {layers}")
         if self.lacks and self.module.shape.hidden != target.hidden:
-            raise self._mismatch(
-                target, f"width {target.hidden}", f"{self.lacks[0]} of width {self.module.shape.hidden}"
-            )
+            raise self._mismatch(target, f"width {target.hidden}", f"{self.lacks[0]} of {self.module.shape.hidden}")
 
     def _compare(self, target: TargetSize, what: str, found: int, needed: int) -> None:
         if found != needed:

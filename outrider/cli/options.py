@@ -45,9 +45,7 @@ Ahead = Annotated[
     bool | None,
     option("--ahead/--in-turns", "Let the drafter continue while its guesses are checked, or wait. Default: adaptive."),
 ]
-Explain = Annotated[
-    bool, option("--explain", "Print expected and measured throughput of each speculation plan at the end.")
-]
+Explain = Annotated[bool, option("--explain", "Print expected and measured throughput of each plan at the end.")]
 Drafter = Annotated[str, option("--drafter", "Use only drafters of this kind: suffix, model, ... Default: any.")]
 Mode = Annotated[
     str | None,

@@ -27,19 +27,13 @@ def train(
     method: Annotated[str, Argument(help="Method: eagle, eagle3, dspark, medusa, early-exit or distill.")],
     out: Annotated[Path, option("--out", "Folder of the drafter; an interrupted run continues there.")],
     target: Annotated[str, option("--target", "Target model: a directory, a .gguf file, a hub id.")] = DEFAULT,
-    prompts: Annotated[
-        Path | None, option("--prompts", "JSON lines with `prompt`. Default: the included list.")
-    ] = None,
-    num_examples: Annotated[
-        int, option("--examples", "Texts that the target generates; 0: one per prompt.", min=0)
-    ] = 0,
+    prompts: Annotated[Path | None, option("--prompts", "JSON lines with `prompt`. Default: included ones.")] = None,
+    num_examples: Annotated[int, option("--examples", "Texts of the target to learn; 0: one per prompt.", min=0)] = 0,
     max_tokens: Annotated[int, option("--max-tokens", "Maximum length of a generated text.", min=8)] = 160,
     learn_tokens: Annotated[
         int, option("--tokens", "Training tokens, counted again in each epoch.", min=1)
     ] = 5_000_000,
-    num_ids: Annotated[
-        int, option("--vocabulary", "Number of token ids to draft, the most frequent ones.", min=16)
-    ] = 8192,
+    num_ids: Annotated[int, option("--vocabulary", "Token ids to draft, the most frequent ones.", min=16)] = 8192,
     layers: Annotated[int, option("--layers", "Decoder layers to train; medusa has none.", min=1)] = 1,
     heads: Annotated[int, option("--heads", "Tokens ahead: heads of medusa, a block of dspark.", min=1, max=16)] = 4,
     markov: Annotated[str, option("--markov", "Markov head of dspark: vanilla, gated or rnn.")] = "vanilla",
@@ -96,8 +90,7 @@ class _TrainingProgress(bars.Progress):
             every = report.held_out["all"]
             rates = " ".join(f"{rate:.2f}" for rate in every["acceptance"])
             self.console.print(
-                f"after {report.measured_at:,} tokens: held-out acceptance {rates}, "
-                f"length {every['acceptance_length']:.2f}"
+                f"after {report.measured_at:,} tokens: held-out rates {rates}, length {every['acceptance_length']:.2f}"
             )
 
     def _task(self, name: str, total: int) -> bars.TaskID:

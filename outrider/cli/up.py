@@ -91,9 +91,7 @@ def up(
         str, option("--state-dir", "Folder of sessions and keys between runs. Default: one per port in OUTRIDER_HOME.")
     ] = "",
     tls: Annotated[bool, option("--tls", "Use TLS, with a private authority made in the state folder.")] = False,
-    tls_cert: Annotated[
-        str, option("--tls-cert", "PEM file: certificate of all services. With it they use TLS only.")
-    ] = "",
+    tls_cert: Annotated[str, option("--tls-cert", "PEM file: certificate of all services, which then use TLS.")] = "",
     tls_key: Annotated[str, option("--tls-key", "PEM file: private key of --tls-cert, unencrypted.")] = "",
     tls_ca: Annotated[str, option("--tls-ca", "PEM file: authority of --tls-cert. Default: public authorities.")] = "",
     settings: Annotated[
@@ -142,9 +140,7 @@ def up(
                 console.print(f"playground at [bold]{running.web}[/bold], OpenAI API at {running.web}/v1")
             if plan.others:
                 console.print(f"models: {', '.join(each.name for each in plan.targets)}")
-            example = (
-                f'outrider generate --endpoint {endpoints}{_tls_flags(running.plan)} --chat "Why is the sky blue?"'
-            )
+            example = f'outrider generate --endpoint {endpoints}{_tls_flags(running.plan)} --chat "Who are you?"'
             console.print(f"try: {example}   Ctrl-C stops", soft_wrap=True)
             if running.state is not None:
                 kept = ["sessions"] * (not redis_url()) + ["keys for further workers"] * (not fleet_key)

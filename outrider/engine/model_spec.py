@@ -290,9 +290,7 @@ def _joined(parent: Any, whole: str, *parts: str) -> Linear:
         weight = torch.empty(sum(len(each.stored) for each in quantized), quantized[0].inputs, device="meta")
         return Linear(weight, bias, tuple(quantized))
     with torch.inference_mode(False), torch.no_grad():  # the model stays trainable
-        plain = [
-            each.quantized[0].dequantize().to(each.weight.dtype) if each.quantized else each.weight for each in linears
-        ]
+        plain = [it.quantized[0].dequantize().to(it.weight.dtype) if it.quantized else it.weight for it in linears]
         weight = torch.cat(plain)
     parts_of = torch.split_with_sizes(weight, [len(linear.weight) for linear in linears])
     for module, part in zip(modules, parts_of, strict=True):

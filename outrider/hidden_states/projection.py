@@ -97,9 +97,7 @@ def _check(weights: Mapping[str, torch.Tensor], num_states: int, state_width: in
         if name not in shapes:
             raise _refused(name, "given", f"one of {', '.join(shapes)}")
         if tuple(weight.shape) != shapes[name]:
-            raise _refused(
-                name, f"of shape {list(weight.shape)}", f"of shape {list(shapes[name])}, as the target needs"
-            )
+            raise _refused(name, f"of shape {list(weight.shape)}", f"of shape {list(shapes[name])} for this target")
         if weight.dtype not in _NUMBERS:
             raise _refused(name, str(weight.dtype), ", ".join(map(str, _NUMBERS)))
         if not bool(torch.isfinite(weight).all()):

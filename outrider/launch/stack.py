@@ -242,9 +242,8 @@ def stack(plan: LaunchPlan, tick: Callable[[Stack], None] = lambda _: None) -> I
         state = exits.enter_context(state_folder(plan.state_dir, plan.port if plan.keep else 0))
         plan = with_certificate(_with_own(plan, state))
         check_services([*coordinators(plan, ""), *workers(plan, [])])
-        redis = redis_url() or exits.enter_context(
-            embedded_redis(state.data if state.kept else None, holding=[state.lock])
-        )
+        kept = state.data if state.kept else None
+        redis = redis_url() or exits.enter_context(embedded_redis(kept, holding=[state.lock]))
         running = Stack(plan, redis, folder, state)
         exits.callback(running.stop)
         running.start(tick)

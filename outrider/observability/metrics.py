@@ -159,7 +159,7 @@ class CoordinatorMetrics(Metrics):
         self.plan_steps = counter("plan_steps", "Verifier steps by speculation plan.", model, "plan")
         self.guessed_tokens = counter("guessed_tokens", "Tokens that drafters sent.", model, "drafter")
         self.guess_bytes = counter(
-            "guess_bytes", "Guess messages from drafters, framing included, bytes.", model, "drafter"
+            "guess_bytes", "Guess messages from drafters, with framing, bytes.", model, "drafter"
         )
         self.accepted_guesses = counter(
             "accepted_guesses", "Accepted tokens by drafter; several may have guessed the same token.", model, "drafter"
@@ -180,9 +180,7 @@ class CoordinatorMetrics(Metrics):
             "role",
             "state",
         )
-        self.violations = CallbackCounter(
-            "protocol_violations", "Protocol violations by workers.", ("role",), self.registry
-        )
+        self.violations = CallbackCounter("protocol_violations", "Violations by workers.", ("role",), self.registry)
         self.round_trips = gauge("worker_round_trip_seconds", "Round trip, smoothed.", "role", "kind", "worker")
         self.worker_sessions = gauge(
             "worker_sessions", "Sessions of this coordinator on a worker.", "role", "kind", "worker"

@@ -144,9 +144,7 @@ def residuals(target: torch.Tensor, wanted: Sequence[Residual]) -> torch.Tensor:
 
 def _ratios(guesses: Sequence[Guess], starts: Sequence[int], target: torch.Tensor) -> list[list[float]]:
     """Return target / draft of each guessed token."""
-    places = [
-        (start + i, token) for start, each in zip(starts, guesses, strict=True) for i, token in enumerate(each.tokens)
-    ]
+    places = [(start + i, token) for start, g in zip(starts, guesses, strict=True) for i, token in enumerate(g.tokens)]
     row, token = to_device(torch.tensor(places, dtype=torch.int64).view(-1, 2).T.contiguous(), target.device)
     likely = iter(target[row, token].tolist())
     return [

@@ -257,9 +257,7 @@ class _Transfer:
 def main(
     to: Annotated[str, typer.Option(help="host:port to forward to.")],
     listen: Annotated[str, typer.Option(help="host:port to listen on; port 0 takes a free one.")] = "127.0.0.1:0",
-    delay_ms: Annotated[
-        float, typer.Option(min=0, help="Delay in each direction; a round trip takes twice that.")
-    ] = 0.0,
+    delay_ms: Annotated[float, typer.Option(min=0, help="Delay in each direction: half a round trip.")] = 0.0,
     jitter_ms: Annotated[float, typer.Option(min=0, help="Largest random addition to each delay.")] = 0.0,
     kib_per_s: Annotated[float, typer.Option(min=0, help="Bandwidth each way; 0: no limit.")] = 0.0,
     cut_every_s: Annotated[float, typer.Option(min=0, help="Reset every connection this often; 0: never.")] = 0.0,

@@ -230,9 +230,8 @@ class _Generator:
 
     def _is_complete(self, text: _RunningText) -> bool:
         written = len(text.tokens) - text.prompt_length
-        return written >= self._recipe.max_tokens or (
-            written > 0 and text.tokens[-1] in self._engine.info.eos_token_ids
-        )
+        ended = written > 0 and text.tokens[-1] in self._engine.info.eos_token_ids
+        return ended or written >= self._recipe.max_tokens
 
 
 def _next_tokens(logits: torch.Tensor, texts: Sequence[_RunningText]) -> list[int]:

@@ -110,9 +110,8 @@ class Training:
         self._method.module.eval()
         lengths: dict[str, torch.Tensor] = {}
         for kind, examples in self._held_out.items():
-            batches = [
-                collate(examples[i : i + 8], self._plan.places, self._device) for i in range(0, len(examples), 8)
-            ]
+            few = (examples[i : i + 8] for i in range(0, len(examples), 8))
+            batches = [collate(each, self._plan.places, self._device) for each in few]
             with self._autocast(), torch.inference_mode():
                 lengths[kind] = torch.cat([self._method.evaluate(batch).flatten().cpu() for batch in batches])
         self._method.module.train()

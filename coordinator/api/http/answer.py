@@ -65,8 +65,7 @@ async def requests_of(
         seed = ready.params.seed
         assert seed is not None
         requests += [
-            replace(ready, params=ready.params.with_seed((seed + number) % (MAX_SEED + 1)))
-            for number in range(body.choices)
+            replace(ready, params=ready.params.with_seed((seed + n) % (MAX_SEED + 1))) for n in range(body.choices)
         ]
     return requests
 

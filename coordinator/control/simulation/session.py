@@ -102,9 +102,8 @@ class SimulatedSession:
 
     def block(self, compared: int) -> Guess:
         """Return the guesses that the next step checks, or `compared` of those among which it chooses."""
-        return self.tree.block(
-            min(self.paying_guesses, compared) or self.controller.plan.budget or MAX_NODES, MAX_GAMMA
-        )
+        most = min(self.paying_guesses, compared) or self.controller.plan.budget or MAX_NODES
+        return self.tree.block(most, MAX_GAMMA)
 
     def start_step(self) -> float:
         """Return how long the session has waited for the step that begins now."""

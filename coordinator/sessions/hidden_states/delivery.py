@@ -73,9 +73,7 @@ class ProjectionDelivery:
         if spec is None:
             return ""
         if max(spec.layers, default=0) > verifier.state_layers:
-            sent = (
-                f"those after up to {verifier.state_layers} layers" if verifier.state_layers else "only the final ones"
-            )
+            sent = f"those of up to {verifier.state_layers} layers" if verifier.state_layers else "only the final ones"
             return f"it reads hidden states after layers {list(spec.layers)}; verifier {verifier.address} sends {sent}"
         return self._refused.get((verifier.worker_id, drafter.worker_id), "")
 

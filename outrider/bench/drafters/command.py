@@ -58,9 +58,7 @@ def drafters(
     ] = None,
     prompts_per_kind: Annotated[
         int | None,
-        option(
-            "--prompts-per-kind", "Number of prompts of each kind; 3, or 1 with --quick.", min=1, show_default=False
-        ),
+        option("--prompts-per-kind", "Prompts of each kind; 3, or 1 with --quick.", min=1, show_default=False),
     ] = None,
     rounds: Annotated[
         int | None, option("--rounds", "Repetitions of all answers; 2, or 1 with --quick.", min=1, show_default=False)
@@ -70,9 +68,7 @@ def drafters(
     ] = ",".join(MODES),
     early_exit: Annotated[
         int | None,
-        option(
-            "--early-exit", "Layers that transformers uses for drafting; default: a third.", min=1, show_default=False
-        ),
+        option("--early-exit", "Layers that transformers drafts with; default: a third.", min=1, show_default=False),
     ] = None,
     vllm_python: Annotated[
         Path | None, option("--vllm-python", "Python interpreter with vLLM; adds vLLM to the comparison.")

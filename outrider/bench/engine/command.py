@@ -46,9 +46,7 @@ def engine(
     device: Annotated[str, option("--device", "auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Dtype = "auto",
     quantization: Annotated[str, option("--quantization", "none or int8 (weights only, on a CPU).")] = "none",
-    engine_name: Annotated[
-        str, option("--engine", "auto (the fastest that works), native, cuda or transformers.")
-    ] = "auto",
+    engine_name: Annotated[str, option("--engine", "auto (the fastest), native, cuda or transformers.")] = "auto",
     threads: Threads = 0,
     rounds: Annotated[
         int | None, option("--rounds", "Rounds of every step; 40, or 12 with --quick.", show_default=False)

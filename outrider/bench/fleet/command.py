@@ -83,9 +83,7 @@ def _plan(
         about = f"toy models, throttled engines: verify {pace} (tokens:ms)"
     launch = fleets.with_room(launch, extent, given, toys=not target)
     fleets.check_settings(launch, extent)
-    starts = [
-        (str(size), partial(fleets.started_fleet, launch, size, _show_start(turns, size))) for size in extent.sizes
-    ]
+    starts = [(str(n), partial(fleets.started_fleet, launch, n, _show_start(turns, n))) for n in extent.sizes]
     return FleetPlan(starts, mix, about, {"target": target or "toy", "verify_pace": pace})
 
 

@@ -23,15 +23,11 @@ _OF_STARTED = (*_SIZES, "target", "drafter", "verify_pace", "settings")
 _OF_RUNNING = ("endpoint", "api_key", "tls_ca", "tls_cert", "tls_key", "tls_name", "model")
 _OF_BOTH = ("sessions", "seconds", "tokens", "system_prompts", "prompts", "plot_file")
 
-Fleet = Annotated[
-    bool, option("--fleet", "Measure whole fleets under concurrent sessions, with the flags below.", **_PANEL)
-]
+Fleet = Annotated[bool, option("--fleet", "Measure whole fleets under concurrent sessions: flags below.", **_PANEL)]
 Verifiers = Annotated[
     str, option("--verifiers", "Numbers of verifiers. Empty: 1,2,3; with --quick 1,2.", metavar="N,N,...", **_PANEL)
 ]
-Coordinators = Annotated[
-    str, option("--coordinators", "Numbers of coordinators. Empty: 1.", metavar="N,N,...", **_PANEL)
-]
+Coordinators = Annotated[str, option("--coordinators", "Coordinators. Empty: 1.", metavar="N,N,...", **_PANEL)]
 Drafters = Annotated[
     str, option("--drafters", "Numbers of drafters; 0: plain decoding. Empty: 0,1.", metavar="N,N,...", **_PANEL)
 ]
@@ -40,9 +36,7 @@ Sessions = Annotated[
 ]
 Seconds = Annotated[
     float | None,
-    option(
-        "--seconds", "Duration of each measurement; 10, or 4 with --quick.", min=1, max=60, show_default=False, **_PANEL
-    ),
+    option("--seconds", "Of each measurement; 10, or 4 with --quick.", min=1, max=60, show_default=False, **_PANEL),
 ]
 Tokens = Annotated[
     int, option("--tokens", "Mean length of an answer; answers have half to one and a half of it.", min=2, **_PANEL)

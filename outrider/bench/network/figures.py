@@ -46,9 +46,7 @@ class NetworkRuns:
     @property
     def first_tokens_per_s(self) -> float:
         """Return the throughput of the first tokens, not counting the first one."""
-        return statistics.median(
-            1000 * _FIRST_TOKENS / max(1e-6, sum(run.gaps_ms[:_FIRST_TOKENS])) for run in self.runs
-        )
+        return statistics.median(1000 * _FIRST_TOKENS / max(1e-6, sum(r.gaps_ms[:_FIRST_TOKENS])) for r in self.runs)
 
     def row(self) -> Row:
         stats = [run.stats for run in self.runs]
@@ -97,9 +95,7 @@ class NetworkResults:
 def summarise(
     measured: Measured, predicted: Predicted, drift: Mapping[str, Any], *, texts_equal: bool
 ) -> dict[str, Any]:
-    speeds = {
-        link: {mode.name: runs.tokens_per_s for mode, runs in by_mode.items()} for link, by_mode in measured.items()
-    }
+    speeds = {link: {mode.name: runs.tokens_per_s for mode, runs in modes.items()} for link, modes in measured.items()}
     shortest = min(measured, key=lambda link: link.rtt_ms)
     in_turns = [mode.name for mode in measured[shortest] if mode.gamma and mode.ahead is False]
     colocated = max(speeds[shortest][name] for name in in_turns)
@@ -112,10 +108,7 @@ def summarise(
     stats = [run.stats for by_mode in measured.values() for runs in by_mode.values() for run in runs.runs]
     by_rtt = {link.rtt_ms: link for link in measured if link == LinkCase(link.rtt_ms)}
     return {
-        **{
-            f"adaptive_vs_colocated_rtt{rtt:g}": speeds[link][ADAPTIVE] / colocated
-            for rtt, link in sorted(by_rtt.items())
-        },
+        **{f"adaptive_vs_colocated_rtt{rtt:g}": speeds[to][ADAPTIVE] / colocated for rtt, to in sorted(by_rtt.items())},
         **{f"adaptive_vs_plain_rtt{rtt:g}": adaptive_vs_plain[link] for rtt, link in sorted(by_rtt.items())},
         "colocated_vs_plain": colocated / speeds[shortest][PLAIN],
         "worst_vs_plain": min(adaptive_vs_plain.values()),

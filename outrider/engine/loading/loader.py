@@ -76,9 +76,8 @@ def load_model(
         config = _first_layers(path, options.layers)
         in_place = dtype == torch.float32 or (dtype == torch.bfloat16 and options.quantization == "none")
         native = options.engine in ("auto", "native") and device.type == "cpu" and in_place
-        model = (
-            load_in_place(path, dequantize, config, dtype) if native and change is None and rank_group is None else None
-        )
+        whole = native and change is None and rank_group is None
+        model = load_in_place(path, dequantize, config, dtype) if whole else None
         model = model or AutoModelForCausalLM.from_pretrained(
             locate_safetensors(name, progress),
             config=config,

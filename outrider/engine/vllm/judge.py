@@ -134,9 +134,7 @@ class Judge:
         return SessionSampling(session.opening.params, session.history, session.noise, allowed)
 
     def _block(self, name: str, position: int) -> Guess:
-        tokens = tuple(
-            token for token in self._scheduled.scheduled_spec_decode_tokens.get(name, ()) if token != PADDING
-        )
+        tokens = tuple(id_ for id_ in self._scheduled.scheduled_spec_decode_tokens.get(name, ()) if id_ != PADDING)
         planned = self._plan.get(name)
         draft_probs = () if planned is None else planned.draft_probs[: len(tokens)]
         return Guess(position, 0, 0, tokens, draft_probs)

@@ -40,7 +40,7 @@ class ChatReplies(Replies[ChatOptions]):
                 said[0]["speculation"] = speculation_of(session, tokens)
         parts += said
         if not tokens:
-            parts.append(_delta(number, {}, finish_reason=self._reason(number, session)))
+            parts.append(_delta(number, {}, self._reason(number, session)))
         return parts
 
     def _message(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.AnswerMessage:
@@ -58,9 +58,7 @@ class ChatReplies(Replies[ChatOptions]):
         content: list[responses.ContentLogprob] = [
             {
                 **self._logprob(token.token, known.logprob),
-                "top_logprobs": [
-                    self._logprob(*other) for other in zip(known.top_ids, known.top_logprobs, strict=True)
-                ],
+                "top_logprobs": [self._logprob(*each) for each in zip(known.top_ids, known.top_logprobs, strict=True)],
             }
             for token in tokens
             if (known := token.logprobs) is not None
@@ -72,7 +70,5 @@ class ChatReplies(Replies[ChatOptions]):
         return {"token": data.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(data)}
 
 
-def _delta(
-    number: int, delta: responses.Delta, finish_reason: responses.FinishName | None = None
-) -> responses.ChatChunkChoice:
-    return {"index": number, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+def _delta(number: int, it: responses.Delta, reason: responses.FinishName | None = None) -> responses.ChatChunkChoice:
+    return {"index": number, "delta": it, "logprobs": None, "finish_reason": reason}
