@@ -21,6 +21,7 @@ from verifier.shares.prompt_shares import PromptShare
 from verifier.step_times import StepTimes
 
 _CREDIT_POLL_S = 0.01  # interval at which heavy tenants without credit are scheduled again
+_LONGEST_WAIT_S = 6.0  # of their sessions, with or without credit: coordinators take a verifier for lost after 10 s
 
 
 class ScheduledSession(NamedTuple):
@@ -71,6 +72,7 @@ class Batching:
         self._times = times
         self._chain = chain  # the target verifies no branches
         self._shares = FairShares(times, limits.max_sessions, limits.tenant_stretch)
+        self.waiting = 0  # prompts of heavy tenants
 
     def schedule(self, sessions: Collection[VerifySession], now: float) -> tuple[list[ScheduledSession], float | None]:
         """Return the next step's batch; if it is empty, the seconds to wait at most (None: until woken)."""
@@ -105,11 +107,13 @@ class Batching:
             batch = [item._replace(block=block) for item, block in zip(batch, blocks, strict=True)]
             batch += self._prompt_chunks(prompts, _num_tokens(batch), num_decoding)
         if heavy:
+            self.waiting = sum(session.num_uncached > 1 for session in joining)
             batch += self._join(joining, _num_tokens(batch), now)
             if joining and not batch:
                 poll_at = now + _CREDIT_POLL_S
                 next_step_at = poll_at if next_step_at is None else min(next_step_at, poll_at)
         else:
+            self.waiting = 0
             self._shares.reset(now)
         return batch, None if next_step_at is None else max(0.0, next_step_at - now)
 
@@ -129,6 +133,7 @@ class Batching:
     def _join(self, sessions: Sequence[VerifySession], num_tokens: int, now: float) -> list[ScheduledSession]:
         """Schedule sessions of heavy tenants within their budget, longest waiting first."""
         budget = self._shares.budget(now, num_tokens, self._limits.max_sessions + self._limits.prefill_rows)
+        budget = max(budget, sum(now - session.waiting_since > _LONGEST_WAIT_S for session in sessions))
         batch: list[ScheduledSession] = []
         for session in sorted(sessions, key=lambda session: session.waiting_since):
             if budget < 1:

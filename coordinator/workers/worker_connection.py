@@ -107,7 +107,7 @@ class WorkerConnection:
     def record_failure(self) -> None:
         """Stop using the worker for a moment, doubled with each failure in a row."""
         self._failures += 1
-        self._not_before = time.monotonic() + min(MAX_BACKOFF_S, BACKOFF_S * 2 ** (self._failures - 1))
+        self._not_before = time.monotonic() + min(MAX_BACKOFF_S, BACKOFF_S * 2 ** min(8, self._failures - 1))
 
     def record_full(self) -> None:
         """Stop using a worker without capacity for a short time: any ended session may free some."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from outrider.engine.mock import MockEngine
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import Distribution, Guess, VerifySteering
+from outrider.protocol.speculation import Distribution, Guess, TokenKind, Verdict, VerifySteering
 from verifier.batching import Batching
 from verifier.limits import SchedulerLimits
 from verifier.session import VerifyOpening, VerifySession
@@ -31,6 +33,61 @@ def session(name: str, paying: int, length: int = 4, mode: Verification = Verifi
     probs = (CERTAIN,) * length if mode.needs_draft_probs else ()
     opened.add_guess(Guess(3, 1, 0, (7,) * length, probs))
     return opened
+
+
+class VirtualTime:
+    """A clock of the sessions and of the steps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("count", [8, 60])
+def test_no_session_of_a_key_with_many_waits_as_long_as_a_verifier_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Steps of a large model on a CPU: what a key with one session leaves is too little for all of them in turns."""
+    clock = VirtualTime()
+    monkeypatch.setattr("verifier.session.time", clock)
+    engine, params = MockEngine(), SamplingParams(seed=1, max_tokens=9999)
+    sessions = [
+        VerifySession(VerifyOpening(f"s{i}", 1, (1,), 1, params, tenant=tenant), engine.info, engine.device)
+        for i, tenant in enumerate(["light"] + ["heavy"] * count)
+    ]
+    cost = CostCurve((1, 64), (100.0, 100.0 + 63 * 12.0))
+    batching = Batching(replace(LIMITS, max_sessions=64), StepTimes(cost))
+    last, longest, light = dict.fromkeys(sessions, 0.0), 0.0, 0
+    while clock.now < 60.0:
+        batch, wait_s = batching.schedule(sessions, clock.now)
+        ms = cost.at(sum(item.num_tokens for item in batch)) if batch else 1000 * (wait_s or 0.0)
+        clock.now += ms / 1000
+        batching.record(batch, ms)
+        for item in batch:
+            item.session.cache_length = len(item.session.committed)
+            item.session.commit(Verdict(item.session.cache_length, (1,), 0, TokenKind.PLAIN))
+            item.session.outbox.get_nowait()
+            longest, last[item.session] = max(longest, clock.now - last[item.session]), clock.now
+            light += item.session is sessions[0]
+    assert max(longest, *(clock.now - at for at in last.values())) < 8.0
+    assert light > 0.85 * 60.0 / (cost.at(1) / 1000)
+
+
+def test_prompts_of_a_key_with_many_sessions_count_as_waiting() -> None:
+    """So coordinators give them time: no number of their tokens says when their turn comes."""
+    engine, params = MockEngine(), SamplingParams(seed=1, max_tokens=9)
+    tenants = ["light"] + ["heavy"] * 4
+    sessions = [
+        VerifySession(VerifyOpening(f"s{i}", 1, (1,) * 50, 50, params, tenant=tenant), engine.info, engine.device)
+        for i, tenant in enumerate(tenants)
+    ]
+    batching = Batching(LIMITS, StepTimes(NARROW))
+    batching.schedule(sessions, sessions[0].opened_at)
+    assert batching.waiting == 4
+    batching.schedule(sessions[1:], sessions[0].opened_at)
+    assert batching.waiting == 0
 
 
 def checked(sessions: list[VerifySession], cost: CostCurve) -> list[int]:

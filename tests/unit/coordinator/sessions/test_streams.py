@@ -25,3 +25,15 @@ async def test_a_worker_that_left_after_it_was_chosen_is_lost_like_any_other() -
         async with stream:
             pass
     assert not connection.streams
+
+
+async def test_a_worker_may_fail_for_days() -> None:
+    """Its backoff doubles no further: past a thousand failures a float could not hold it."""
+    connection = WorkerConnection(
+        WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f")), lambda: FleetKeys().access(Role.DRAFTER)
+    )
+    for _ in range(3000):
+        connection.record_failure()
+    assert not connection.usable()
+    connection.record_success()
+    await connection.close()
