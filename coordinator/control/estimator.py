@@ -121,14 +121,14 @@ class PairEstimate:
 
     def __init__(self, positions: int) -> None:
         self._positions = max(1, positions)
-        self.direct, self.least_credit, self.refill, self._most_owed = False, CREDIT, REFILL, math.inf
+        self.link(direct=False, trust=False)
         self.start_from(PairHistory())
 
-    def link(self, *, trust: bool) -> None:
-        """Expect a drafter without a network; `trust` lets it lose more before its guesses are suspended."""
-        self.direct = True
-        if trust:
-            self.least_credit, self.refill, self._most_owed = DIRECT_CREDIT, DIRECT_REFILL, DIRECT_DEBT
+    def link(self, *, trust: bool, direct: bool = True) -> None:
+        """Expect a drafter, `direct`: without a network; `trust` lets such a one lose more before it is suspended."""
+        self.direct, lends = direct, (CREDIT, REFILL, math.inf)
+        lends = (DIRECT_CREDIT, DIRECT_REFILL, DIRECT_DEBT) if direct and trust else lends
+        self.least_credit, self.refill, self._most_owed = lends
 
     def expect(self, acceptance: list[float]) -> None:
         """Expect this acceptance by position, whatever was seen before."""
@@ -283,6 +283,11 @@ class Estimator:
         self.other_sessions = DecayedMean(SMOOTHING, float(sessions))
         self.shared = sessions > 0 and bool(published.rows)  # with other sessions, whose guesses it compares
         self._other_tokens_per_ms = DecayedMean(SMOOTHING, tokens_per_ms)
+
+    def attach_drafter(self, *, direct: bool, trust: bool) -> None:
+        """Start with a session's only drafter, whose network is another one than that of the drafter before."""
+        self.pair.link(direct=direct, trust=trust)
+        self._network_ms = DecayedMean(SMOOTHING)
 
     def observe(
         self, verdict: Verdict, plan: SpeculationPlan, wait_timeout_ms: float, drafter: BestDrafter | None

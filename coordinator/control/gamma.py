@@ -41,6 +41,7 @@ RESTS_AFTER = 12  # plain steps on shared cores
 PROBE_AFTER = 16  # plain steps before the first probe
 PROBE_AFTER_MAX = 192  # each probe without result doubles the pause up to this
 PROBE_STEPS = 4
+LONGEST_PROBE = 16  # after it the guesses are known, and what does not pay by then loses more
 PROBE_GAMMA = 3
 PROBE_GAMMA_WAITING = 2  # on shared cores, where every guess of a probe costs time
 FIXED_WAIT_TIMEOUT_MS = 50.0  # at least, with a fixed γ: its steps should contain γ guesses
@@ -152,15 +153,15 @@ class Controller:
         """Record a verdict under the present plan."""
         wait_ms = self.wait_timeout_ms if self._since_plan else 0.0  # the verifier may not have known a new plan
         self._choice_due |= self._estimator.observe(verdict, self.plan, wait_ms, drafter)
-        if self._probe_steps_left and verdict.accepted:
-            self._probe_steps_left += PROBE_STEPS
+        if self._probe_steps_left and verdict.accepted and self._since_plan < LONGEST_PROBE:
+            self._probe_steps_left = max(self._probe_steps_left, PROBE_STEPS)
         steps, timings = verdict.steps, verdict.timings
         self._since_choice += steps
         self._since_plan += steps
         self._since_retry += steps
         ms = steps * (timings.wait_us + timings.step_us) / 1000
         self.tallies.setdefault(self.plan, PlanTally()).add(len(verdict.tokens), ms, self._expected, steps)
-        if self._estimator.on_shared_cores(drafter):
+        if self._fixed_plan is None and self._estimator.on_shared_cores(drafter):
             reads = self._since_plan <= READ_STEPS and not self._estimator.pair.checked
             own, spent_ms = (READ_WAIT, timings.wait_us / 1000) if reads else (len(verdict.tokens), ms)
             gain = own - spent_ms * self._expected_plain / 1000.0

@@ -86,11 +86,16 @@ def _blend(old: PairHistory, new: PairHistory) -> PairHistory:
 
     longer = max(old.acceptance, new.acceptance, key=len)
     both = [mix(a, b) for a, b in zip(old.acceptance, new.acceptance, strict=False)]
-    numbers = ("offer_rate", "draft_ms", "tree_gain", "ahead_gain", "tree_rows")
+
+    def known(before: float, now: float) -> float:
+        return mix(before, now) if before and now else before or now
+
+    numbers = ("offer_rate", "tree_gain", "ahead_gain", "tree_rows")
     return replace(
         old,
         acceptance=both + longer[len(both) :],
-        level_ms=mix(old.level_ms, new.level_ms) if old.level_ms and new.level_ms else old.level_ms or new.level_ms,
+        draft_ms=known(old.draft_ms, new.draft_ms),
+        level_ms=known(old.level_ms, new.level_ms),
         paces={mode: mix(old.paces.get(mode, 1.0), ratio) for mode, ratio in (old.paces | new.paces).items()},
         **{name: mix(getattr(old, name), getattr(new, name)) for name in numbers},
     )

@@ -212,8 +212,9 @@ class Drafting:
         source = self._sources
         if linked is not None:
             linked.expect_direct(source)
-            for each in (pair, self._estimator.pair):
-                each.link(trust=self._text.cold)
+        pair.link(direct=linked is not None, trust=self._text.cold)
+        if self._context.drafters == 1:
+            self._estimator.attach_drafter(direct=linked is not None, trust=self._text.cold)
         span = self._stats.span.child("draft", connection.attributes)
         async with DrafterStream(
             connection, self._record, self._target, span, source, pair, self.control.plan, direct=linked is not None
@@ -273,7 +274,7 @@ class Drafting:
         del self._attached[drafter.source]
         self._selection.remove(drafter.source)
         histories = self._histories.pop(drafter.source)
-        read = drafter.joined and drafter.shares_cores
+        read = drafter.joined and drafter.shares_cores and self._record.request.speculation.gamma is None
         owes = read and not self._estimator.shared  # beside others, guesses are judged anew
         reading = None if not owes else 0.0 if drafter.direct and self._text.cold else READING
         histories.remember(drafter.pair, self._estimator.pair, alone=self._sources == 1, reading=reading)

@@ -31,6 +31,7 @@ SILENT_S = 2.0  # without a message or an answer to a probe: four probes
 PROBE_S = 1.0
 PROBE_BUSY_S = 0.5  # of a worker with sessions of this coordinator
 PROBE_TIMEOUT_S = 2.0
+FORGETS_S = 30.0  # idle
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 5.0
 FULL_S = 0.05
@@ -67,7 +68,7 @@ class WorkerConnection:
         self.reported_at = time.monotonic()  # last report over such a stream
         self.seen_at = self.reported_at  # last report over such a stream or, from another coordinator, in Redis
         self._failures = 0
-        self._not_before = 0.0
+        self._not_before = self._idle_s = 0.0
         self._channel = WorkerChannel(info, access, self.streams)
         service, method = _METHODS[info.role]
         self._calls = WorkerCalls(service, method, self._channel.max_bytes)
@@ -137,6 +138,9 @@ class WorkerConnection:
                 self.silent_s = 0.0
                 self.round_trip_ms = _smooth(self.round_trip_ms, 1000 * (time.perf_counter() - started))
                 self.info = replace(self.info, load=convert.load_from_proto(reply.load), draining=reply.draining)
+            self._idle_s = 0.0 if self.streams else self._idle_s + PROBE_S
+            if self._idle_s > FORGETS_S:  # what slowed its steps may have ended
+                self.plain_steps.clear()
             await asyncio.sleep(PROBE_BUSY_S if self.streams else PROBE_S)
 
     def _handle_failed_probe(self, error: grpc.aio.AioRpcError) -> None:

@@ -807,6 +807,18 @@ def test_until_a_guess_was_checked_a_step_waits_longer_for_the_drafter_that_read
         assert (made.estimator.pair.credit < begun) is counts
 
 
+def test_a_request_that_fixes_gamma_neither_gains_nor_owes() -> None:
+    """Its kind of text would have it counted as a gain over plain steps that nobody expected."""
+    made = controller(FixedChoices(gamma=4))
+    drafter = drafter_of(made.estimator, 0.5, shares_cores=True)
+    begun = made.estimator.pair.credit
+    for _ in range(10):
+        made.observe(verdict(3, 4), drafter)
+        made.decide(drafter)
+    assert made.plan.gamma == 4
+    assert made.estimator.pair.credit == begun
+
+
 def test_the_first_checked_guess_counts() -> None:
     made = controller(FixedChoices(branches=1), acceptance=0.9)
     drafter = drafter_of(made.estimator, 0.5, shares_cores=True)

@@ -351,3 +351,13 @@ def test_what_is_wished_for_is_what_runs(fixed: FixedChoices, modes: set[Mode]) 
     simulation = Simulation(replace(HOUSE, rtt_ms=15.0), fixed=fixed)
     simulation.run(150)
     assert {plan.mode for plan in simulation.controller.tallies} <= modes
+
+
+@pytest.mark.parametrize(("slope", "acceptance"), [(8.0, 0.6), (8.0, 0.7), (9.0, 0.8)])
+def test_a_probe_ends_though_its_guesses_hold(slope: float, acceptance: float) -> None:
+    """They do not pay where each checked token costs nearly a step: then a probe is the slowest plan there is."""
+    cost = CostCurve((1, 2, 64), (10.0, 10.0 + slope, 10.0 + 63 * slope))
+    world = World(acceptance=acceptance, gain=0.0, draft_ms=0.5, cost=cost, rtt_ms=0.0, overhead_ms=1.0)
+    simulation = Simulation(world, GAMMA_MAX)
+    assert times_plain(world, simulation.run(500)) > 0.92
+    assert times_plain(world, simulation.run(500)) > 0.96

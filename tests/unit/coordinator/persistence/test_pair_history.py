@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
+
 from coordinator.control.estimator import MAX_GAINED, PairHistory
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.redis_connection import StoreDown
@@ -87,3 +89,11 @@ async def test_gains_and_losses_add_up_within_bounds() -> None:
     assert store.pairs["target", "ours"].gained == -1.5
     assert pairs.settle("target", "ours", 99.0) == MAX_GAINED
     assert pairs.settle("target", "ours", -99.0) == -MAX_GAINED
+
+
+def test_a_drafting_time_that_is_not_known_changes_none() -> None:
+    pairs = PairHistoryStore(cast(Store, FakeStore()))
+    for shown_ms, kept_ms in ((0.0, 0.0), (5.0, 5.0), (0.0, 5.0), (10.0, 6.5)):
+        pairs.remember("target", "d", shown(shown_ms))
+        assert pairs._known["target", "d"] is not None
+        assert pairs._known["target", "d"].draft_ms == pytest.approx(kept_ms)

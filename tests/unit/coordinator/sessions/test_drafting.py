@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.control.estimator import READING, PairEstimate, PairHistory
+from coordinator.control.estimator import CREDIT, DIRECT_CREDIT, READING, PairEstimate, PairHistory
 from coordinator.control.goodput import PAYING_NODES
 from coordinator.control.throughput_model import PLAIN, Conditions, Mode, SpeculationPlan, draft_wait_timeout_ms
 from coordinator.persistence.pair_history import PairHistoryStore
@@ -29,7 +29,7 @@ from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import Span
 from outrider.protocol import convert
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import TokenKind, Verdict, VerifySteering, VerifyTimings
@@ -299,6 +299,25 @@ async def test_a_direct_drafter_that_does_not_open_is_tried_again(monkeypatch: p
     assert drafting._sources == drafting._stats.drafter_losses == 2
     assert verifier._sent.direct
     assert not drafting._attached
+    await session.connection.close()
+
+
+async def test_the_next_drafter_is_judged_by_its_own_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session()
+    drafting, pool = session.drafting, OneDrafter(session.connection)
+    monkeypatch.setattr(session.connection, "start_session", lambda metadata: Refusing())
+    pairs = PairHistoryStore(cast(Store, cast(Any, NoPairs())))
+    drafting._context = replace(drafting._context, worker_pool=cast(WorkerPool, cast(Any, pool)), pairs=pairs)
+    estimator = drafting._estimator
+    verifier = SameProcess(session.connection, session.record, MODEL, Span(), VerifySteering())
+    for beside in (True, False):
+        monkeypatch.setattr(drafting, "_can_link", lambda *_, beside=beside: beside)
+        estimator._network_ms.add(7.0)
+        with pytest.raises(OutriderError):
+            await drafting._run_one_drafter(verifier, session.connection)
+        assert estimator.pair.direct is beside
+        assert estimator.pair.least_credit == (DIRECT_CREDIT if beside else CREDIT)
+        assert not estimator._network_ms.known, "measured with another one"
     await session.connection.close()
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import cast
+
 import pytest
 
 from coordinator.sessions.streams import WorkerStream
+from coordinator.workers import worker_connection
 from coordinator.workers.fleet_keys import FleetKeys
-from coordinator.workers.worker_connection import WorkerConnection
+from coordinator.workers.worker_connection import Stream, WorkerConnection
 from outrider.observability.tracing import Span
 from outrider.protocol.errors import PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
@@ -32,8 +36,28 @@ async def test_a_worker_may_fail_for_days() -> None:
     connection = WorkerConnection(
         WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f")), lambda: FleetKeys().access(Role.DRAFTER)
     )
-    for _ in range(3000):
+    for _ in range(3000):  # of probes, once a second
         connection.record_failure()
     assert not connection.usable()
     connection.record_success()
+    await connection.close()
+
+
+async def test_a_verifier_without_sessions_forgets_how_long_its_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What made them slow may have ended: against such steps every loss of the next answer would be a gain."""
+    monkeypatch.setattr(worker_connection, "PROBE_S", 0.02)
+    monkeypatch.setattr(worker_connection, "PROBE_BUSY_S", 0.02)
+    monkeypatch.setattr(worker_connection, "PROBE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(worker_connection, "FORGETS_S", 0.1)
+    connection = WorkerConnection(
+        WorkerInfo("v", Role.VERIFIER, "127.0.0.1:1", ModelInfo("m", "f")), lambda: FleetKeys().access(Role.VERIFIER)
+    )
+    connection.plain_steps.append((4.0, 0.1))
+    connection.streams.add(cast(Stream, object()))
+    await asyncio.sleep(0.5)
+    assert connection.plain_steps, "in use"
+    connection.streams.clear()
+    async with asyncio.timeout(10):
+        while connection.plain_steps:
+            await asyncio.sleep(0.01)
     await connection.close()
