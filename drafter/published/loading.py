@@ -110,7 +110,9 @@ class PublishedCheckpoint:
         if layers and not 1 <= min(layers) <= max(layers) <= target.layers:
             raise self._mismatch(target, f"number of layers {target.layers}", f"states after the layers {layers}")
         if self.lacks and self.module.shape.hidden != target.hidden:
-            raise self._mismatch(target, f"width {target.hidden}", f"{self.lacks[0]} of {self.module.shape.hidden}")
+            raise self._mismatch(
+                target, f"width {target.hidden}", f"{self.lacks[0]} of width {self.module.shape.hidden}"
+            )
 
     def _compare(self, target: TargetSize, what: str, found: int, needed: int) -> None:
         if found != needed:

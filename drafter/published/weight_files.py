@@ -122,7 +122,9 @@ def _pickled(folder: Path, path: Path) -> dict[str, WeightEntry]:
             raise refused(folder, f"has not one list of tensors of at most {_MAX_PICKLE_BYTES} bytes in {path.name}")
         foreign = sorted(set(_globals(archive.read(programs[0]))) - _PLAIN_GLOBALS)
     if foreign:
-        raise refused(folder, f"names {foreign[0].replace(' ', '.')} in {path.name}: no plain weights", "plain tensors")
+        raise refused(
+            folder, f"names {foreign[0].replace(' ', '.')} in {path.name}: not plain weights", "plain tensors"
+        )
     tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return _checked(folder, path, tensors)
 

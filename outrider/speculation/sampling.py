@@ -100,7 +100,10 @@ def adjust(
 
 def adjust_all(logits: torch.Tensor, sessions: Sequence[Continuations]) -> torch.Tensor:
     """Return logits with bias, penalties and grammars, for sessions that need the same ones.  # [rows, vocab]"""
-    if any(session.params.logit_bias for session in sessions):
+    biased = any(session.params.logit_bias for session in sessions)
+    if biased or sessions[0].penalised:  # a logit of 100 and more would lose its differences in bfloat16
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if biased:
         logits = _biased(logits, sessions)
     if sessions[0].penalised:
         logits = _penalised(logits, sessions)
@@ -136,10 +139,9 @@ def _penalised(logits: torch.Tensor, sessions: Sequence[Continuations]) -> torch
     said.index_put_((row, token), said.new_ones(()), accumulate=True)
     params = [session.params for session in sessions for _ in session.paths]
     numbers = [[each.repetition_penalty, each.frequency_penalty, each.presence_penalty] for each in params]
-    precision = torch.promote_types(logits.dtype, torch.float32)
-    columns = to_device(torch.tensor(numbers, dtype=precision).T.contiguous(), logits.device)
+    columns = to_device(torch.tensor(numbers, dtype=logits.dtype).T.contiguous(), logits.device)
     repetition, frequency, presence = columns[:, :, None]
-    scaled = torch.where(logits > 0, logits / repetition, logits * repetition).to(logits.dtype)
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
     repeated: torch.Tensor = torch.where((said > 0) | (torch.cat(prompts) > 0), scaled, logits)
     return repeated.sub(frequency * said).sub(presence * (said > 0).to(logits.dtype))
 

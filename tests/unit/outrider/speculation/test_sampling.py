@@ -175,14 +175,25 @@ def test_each_session_has_its_own_bias_to_the_bit(dtype: torch.dtype) -> None:
     ]
     sessions = [sampling.Continuations(SamplingParams(logit_bias=bias), None, [(1,)] * rows) for bias, rows in biases]
     found = sampling.adjust_all(logits, sessions)
-    wanted = kept.clone()
+    precision = torch.promote_types(dtype, torch.float32)
+    wanted = kept.to(precision, copy=True)
     for row, bias in enumerate(bias for bias, rows in biases for _ in range(rows)):
         for token, value in bias.items():
-            wanted[row, token] = kept[row, token] + torch.tensor(value, dtype=dtype)
-    assert found.dtype == dtype
+            wanted[row, token] += torch.tensor(value, dtype=precision)
+    assert found.dtype == precision
     assert torch.equal(found, wanted)
     assert torch.equal(logits, kept)
     assert not torch.equal(found, kept)
+
+
+def test_what_is_added_to_bfloat16_is_not_rounded_to_it() -> None:
+    """With a bias of 100, a choice among few ids would go to the lowest, and a small penalty to nobody."""
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(8)).mul(8).bfloat16()
+    params = SamplingParams(logit_bias={3: 100.0, 9: 100.0}, repetition_penalty=1.003, frequency_penalty=0.3)
+    history = History([3, 4, 9], 1, VOCAB, CPU)
+    rows = [sampling.adjust(each, params, history, [()] * 3) for each in (logits, logits.float())]
+    assert torch.equal(*rows)
+    assert not torch.equal(rows[0], rows[0].bfloat16())
 
 
 def test_penalties_come_before_temperature() -> None:
