@@ -93,10 +93,7 @@ class EngineTarget:
             paths = [verified[index].outcome.path if index in verified else () for index in range(len(batch))]
             kept = [item.kept_states(path) for item, path in zip(batch, paths, strict=True)]
             sent = wire_states(computed, kept, self.projections.find)
-        results = [
-            self._session_result(item, sent[index], verified.get(index), failed.get(index))
-            for index, item in enumerate(batch)
-        ]
+        results = [self._session_result(item, sent[n], verified.get(n), failed.get(n)) for n, item in enumerate(batch)]
         return VerifyStep(results, int((forward - started) * 1e6), int((time.perf_counter() - started) * 1e6))
 
     def _compute_mask(self, item: ScheduledSession) -> Future[Masks] | None:

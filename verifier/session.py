@@ -100,9 +100,8 @@ class VerifySession:
         )
         assert self.params.seed is not None
         self.chance: RandomSource = SeededNoise(self.params.seed)
-        self.history = (
-            History(self.committed, self.prompt_length, model.vocab_size, device) if self.params.penalised else None
-        )
+        own = (self.committed, self.prompt_length, model.vocab_size, device)
+        self.history = History(*own) if self.params.penalised else None
         self.direct: TakeVerdict | None = None  # of a drafter in this process
         self.draft_us = 0  # that it took since the last verdict
         self.guide = guide  # grammar state, if any; the engine's thread uses it during a step

@@ -327,6 +327,5 @@ def _allowed_plans(gamma_max: int, fixed: FixedChoices, *, single: bool) -> list
     return [
         plan
         for plan in candidate_plans(gamma_max, widths, gamma_ahead=gamma_max if fixed.gamma is not None else None)
-        if (plan.gamma == 0 and fixed.gamma is None)
-        or (plan.gamma and (fixed.ahead is None or plan.ahead == fixed.ahead))
+        if (fixed.gamma is None if plan.gamma == 0 else fixed.ahead is None or plan.ahead == fixed.ahead)
     ]

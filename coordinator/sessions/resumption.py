@@ -67,7 +67,7 @@ def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], tar
     both = slice(start, min(known, position))
     if list(tail[: max(0, known - start)]) != record.tokens[both]:
         raise Conflict(
-            f"tail differs from the output of session {record.session_id}", field="tail", limit="what was streamed"
+            f"tail differs from the output of session {record.session_id}", field="tail", limit="as streamed"
         )
     if start > known:
         raise Conflict(

@@ -93,9 +93,8 @@ def record_report(connection: WorkerConnection, info: WorkerInfo) -> None:
 
 def same_worker(one: WorkerInfo, other: WorkerInfo) -> bool:
     """Return whether two reports agree in all that never changes: all but load, capacity, round trip and draining."""
-    return one == replace(
-        other, load=one.load, draining=one.draining, round_trip_ms=one.round_trip_ms, capacity=one.capacity
-    )
+    changing = {name: getattr(one, name) for name in ("load", "draining", "round_trip_ms", "capacity")}
+    return one == replace(other, **changing)
 
 
 def same_place(one: WorkerInfo, other: WorkerInfo) -> bool:

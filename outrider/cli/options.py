@@ -18,13 +18,9 @@ from outrider.security.tls import Tls
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Endpoint = Annotated[
-    str, option("--endpoint", "host:port of the coordinator, or several separated by commas, tried in turn.")
-]
+Endpoint = Annotated[str, option("--endpoint", "host:port of the coordinator; several with commas are tried in turn.")]
 ApiKey = Annotated[str, option("--api-key", "API key for the coordinator, or @FILE.")]
-TlsCa = Annotated[
-    str, option("--tls-ca", "PEM file: authority of the coordinator's certificate; system: public authorities.")
-]
+TlsCa = Annotated[str, option("--tls-ca", "PEM file: authority of the coordinator's certificate; system: public ones.")]
 TlsCert = Annotated[str, option("--tls-cert", "PEM file: client certificate, if the coordinator requires one.")]
 TlsKey = Annotated[str, option("--tls-key", "PEM file: private key of --tls-cert.")]
 TlsName = Annotated[str, option("--tls-name", "Name in the coordinator's certificate. Default: host of --endpoint.")]

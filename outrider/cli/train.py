@@ -30,9 +30,7 @@ def train(
     prompts: Annotated[Path | None, option("--prompts", "JSON lines with `prompt`. Default: included ones.")] = None,
     num_examples: Annotated[int, option("--examples", "Texts of the target to learn; 0: one per prompt.", min=0)] = 0,
     max_tokens: Annotated[int, option("--max-tokens", "Maximum length of a generated text.", min=8)] = 160,
-    learn_tokens: Annotated[
-        int, option("--tokens", "Training tokens, counted again in each epoch.", min=1)
-    ] = 5_000_000,
+    learn_tokens: Annotated[int, option("--tokens", "Training tokens, counted in each epoch.", min=1)] = 5_000_000,
     num_ids: Annotated[int, option("--vocabulary", "Token ids to draft, the most frequent ones.", min=16)] = 8192,
     layers: Annotated[int, option("--layers", "Decoder layers to train; medusa has none.", min=1)] = 1,
     heads: Annotated[int, option("--heads", "Tokens ahead: heads of medusa, a block of dspark.", min=1, max=16)] = 4,
@@ -41,7 +39,7 @@ def train(
     hidden: Annotated[int, option("--hidden", "Hidden size of a distilled model.", min=32)] = 192,
     unroll: Annotated[int, option("--unroll", "Unrolled training steps of eagle and eagle3.", min=1, max=8)] = 3,
     start: Annotated[
-        str, option("--from", "Trained eagle to continue from: a folder, or default for the bundled one.")
+        str, option("--from", "Trained eagle to continue: a folder, or default for the bundled one.")
     ] = "",
     learning_rate: Annotated[float, option("--learning-rate", "Peak learning rate.", min=1e-7, max=1.0)] = 1e-3,
     seed: Annotated[int, option("--seed", "Equal seeds give equal data in equal order.", min=0)] = 0,

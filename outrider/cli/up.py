@@ -84,9 +84,7 @@ def up(
     drafter_key: Annotated[
         str, option("--drafter-key", "Secret for remote drafters, or @FILE. Default: generated; none with --fleet-key.")
     ] = "",
-    otlp_endpoint: Annotated[
-        str, option("--otlp-endpoint", "Traces go to this OTLP/HTTP collector, http://host:4318.")
-    ] = "",
+    otlp_endpoint: Annotated[str, option("--otlp-endpoint", "OTLP/HTTP collector of traces, http://host:4318.")] = "",
     state_dir: Annotated[
         str, option("--state-dir", "Folder of sessions and keys between runs. Default: one per port in OUTRIDER_HOME.")
     ] = "",

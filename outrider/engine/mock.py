@@ -61,9 +61,8 @@ class MockEngine:
         for new in batch:
             self._lengths[new.session] = self._lengths.get(new.session, 0) + len(new.tokens)
             logits.append(self._answers[list(new.tokens[new.logits_from :])])
-        hidden_states = [
-            torch.zeros(0 if new.hidden_from is None else len(new.tokens) - new.hidden_from, 1) for new in batch
-        ]
+        counts = (0 if new.hidden_from is None else len(new.tokens) - new.hidden_from for new in batch)
+        hidden_states = [torch.zeros(count, 1) for count in counts]
         return StepResult(torch.cat(logits), [len(each) for each in logits], hidden_states)
 
     def truncate(self, session: str, length: int) -> None:

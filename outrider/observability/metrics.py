@@ -158,9 +158,7 @@ class CoordinatorMetrics(Metrics):
         self.gamma = histogram("gamma", "γ in force, per verifier step; 0 is plain decoding.", _GAMMA, model)
         self.plan_steps = counter("plan_steps", "Verifier steps by speculation plan.", model, "plan")
         self.guessed_tokens = counter("guessed_tokens", "Tokens that drafters sent.", model, "drafter")
-        self.guess_bytes = counter(
-            "guess_bytes", "Guess messages from drafters, with framing, bytes.", model, "drafter"
-        )
+        self.guess_bytes = counter("guess_bytes", "Guess messages of drafters, with framing, bytes.", model, "drafter")
         self.accepted_guesses = counter(
             "accepted_guesses", "Accepted tokens by drafter; several may have guessed the same token.", model, "drafter"
         )
@@ -182,9 +180,7 @@ class CoordinatorMetrics(Metrics):
         )
         self.violations = CallbackCounter("protocol_violations", "Violations by workers.", ("role",), self.registry)
         self.round_trips = gauge("worker_round_trip_seconds", "Round trip, smoothed.", "role", "kind", "worker")
-        self.worker_sessions = gauge(
-            "worker_sessions", "Sessions of this coordinator on a worker.", "role", "kind", "worker"
-        )
+        self.worker_sessions = gauge("worker_sessions", "This coordinator's, on a worker.", "role", "kind", "worker")
         self.redis_up = gauge("redis_up", "1 while Redis answers: sessions survive this coordinator.")
         self.unwritten = gauge("unwritten_sessions", "Sessions with changes not yet written to Redis.")
         self.records_skipped = counter(
@@ -337,9 +333,7 @@ class DrafterMetrics(Metrics):
     def __init__(self, model: str, kind: str) -> None:
         super().__init__("drafter", "drafter_sessions", model_name=model, kind=kind)
         self.sessions = self._own_gauge("drafter_sessions", "Open sessions.")
-        self.step_s = self._own_histogram(
-            "drafter_step_seconds", "Time of a drafting step for the sessions it takes.", _STEP_S
-        )
+        self.step_s = self._own_histogram("drafter_step_seconds", "Time of a step for the sessions it takes.", _STEP_S)
         self.batch = self._own_histogram("drafter_batch_sessions", "Sessions that shared a step.", _SESSIONS)
         self.guessed = self._own_counter("drafter_guessed_tokens", "Tokens guessed, sent or not.")
 

@@ -25,9 +25,7 @@ class CoordinatorSettings(Settings, DrafterKey):
     allowed_hosts: str = Field(
         "", description="HTTP Host names to accept besides localhost, by commas; empty: none on loopback, else all."
     )
-    max_bodies_mib: int = Field(
-        64, ge=1, description="Memory for HTTP and gRPC requests over 64 KiB while they arrive, MiB."
-    )
+    max_bodies_mib: int = Field(64, ge=1, description="Memory for requests over 64 KiB while they arrive, MiB.")
     redis_url: str = Field(
         "", description="URL of Redis, or @FILE; empty: REDIS_URL, else an embedded server without persistence."
     )
@@ -56,9 +54,7 @@ class CoordinatorSettings(Settings, DrafterKey):
     max_request_sessions: int = Field(
         64, ge=1, description="Maximum number of choices of an HTTP request: n times its prompts."
     )
-    open_metrics: bool = Field(
-        False, description="Serve HTTP /metrics without an API key, as vLLM does, for benchmark tools."
-    )
+    open_metrics: bool = Field(False, description="Serve HTTP /metrics without an API key, as vLLM does, for tools.")
     mixed_verifiers: bool = Field(
         False,
         description="Accept verifiers of the same weights with other engines or number formats: a session that moves "

@@ -184,11 +184,7 @@ def _count_in_block(guess: Guess, reach: Sequence[float], rests: Iterator[float]
 
 def _draw_finals(chances: Sequence[RandomSource], weights: torch.Tensor, positions: Sequence[int]) -> list[int]:
     """Draw each session's last token, in one race where all noise is seeded."""
-    keys = [
-        chance.final_key(position)
-        for chance, position in zip(chances, positions, strict=True)
-        if type(chance) is SeededNoise
-    ]
+    keys = [chance.final_key(at) for chance, at in zip(chances, positions, strict=True) if type(chance) is SeededNoise]
     if len(keys) < len(chances):
         return [chance.draw(*each) for chance, *each in zip(chances, weights, positions, strict=True)]
     ids = torch.arange(weights.shape[-1], device=weights.device)

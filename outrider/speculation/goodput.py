@@ -47,8 +47,7 @@ def paying_blocks(
     The choice depends on what the sessions have committed, never on the tokens that were drawn for their guesses.
     """
     chances = [
-        _chances(session.tree, block) if session.paying_guesses else ()
-        for session, block in zip(sessions, blocks, strict=True)
+        _chances(each.tree, block) if each.paying_guesses else () for each, block in zip(sessions, blocks, strict=True)
     ]
     paces = [session.pace.value for session in sessions]
     numbers = paying_guesses(chances, paces, tokens - sum(map(len, chances)), cost)

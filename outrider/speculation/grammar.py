@@ -44,7 +44,7 @@ _stack = threading.Lock()
 _INTERNALS = re.compile("<state>|<non-verbose/>")
 
 # Whitespace between the parts of a JSON text: none, one space, or a line break with indentation.
-_WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
+WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -250,9 +250,9 @@ def _has_limits_left(matcher: LLMatcher) -> bool:
 
 def _definition(grammar: Grammar) -> str:
     if grammar.json_object:
-        return LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=_WHITESPACE)
+        return LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=WHITESPACE)
     if grammar.json_schema:
-        return LLMatcher.grammar_from_json_schema(grammar.json_schema, defaults=_WHITESPACE)
+        return LLMatcher.grammar_from_json_schema(grammar.json_schema, defaults=WHITESPACE)
     if grammar.regex:
         return LLMatcher.grammar_from_regex(grammar.regex)
     return LLMatcher.grammar_from_lark(grammar.lark)

@@ -148,7 +148,7 @@ class GenerationBody(Body):
     """Fields that chat and completions share."""
 
     model: str | None = Field(
-        None, max_length=LONGEST["model"], description="Name from /v1/models; absent: the one served."
+        None, max_length=LONGEST["model"], description="Name of /v1/models; absent: the only one."
     )
     temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy, else at least 1e-6; default 1.")
     top_p: float | None = Field(None, gt=0, le=1)

@@ -163,9 +163,7 @@ class _Head(TypedDict):
     id: str
     created: int
     model: str
-    system_fingerprint: Annotated[
-        str, Field(description="Equal fingerprints, prompts, parameters and seeds give equal texts")
-    ]
+    system_fingerprint: Annotated[str, Field(description="Equal ones, prompts, parameters and seeds give equal texts")]
 
 
 class _Answer(_Head):

@@ -48,9 +48,7 @@ class StateSpec:
 
     def check(self, name: str) -> None:
         if len(self.layers) > MAX_STATE_LAYERS or not all(1 <= layer <= MAX_LAYERS for layer in self.layers):
-            raise InvalidRequest.of(
-                f"{name}.layers", list(self.layers), f"up to {MAX_STATE_LAYERS} of 1 to {MAX_LAYERS}"
-            )
+            raise InvalidRequest.of(f"{name}.layers", list(self.layers), f"≤ {MAX_STATE_LAYERS} of 1 to {MAX_LAYERS}")
         check_number(f"{name}.width", self.width, 0, MAX_HIDDEN_WIDTH)
         if self.projection and not DIGEST.fullmatch(self.projection):
             raise InvalidRequest.of(f"{name}.projection", self.projection, "a SHA-256 digest in hex, or empty")

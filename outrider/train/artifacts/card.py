@@ -75,9 +75,8 @@ def locate(name: str, method: str) -> Path:
     if name not in ("", "default"):
         return Path(name).expanduser()
     bundled = Path(str(files("outrider.bundled")))
-    folder = next(
-        (path.parent for path in sorted(bundled.glob(f"*/{CARD}")) if read_card(path.parent).method == method), None
-    )
+    folders = (path.parent for path in sorted(bundled.glob(f"*/{CARD}")))
+    folder = next((each for each in folders if read_card(each).method == method), None)
     if folder is None:
         message = f"kind {method} needs --model: no drafter of that kind comes with Outrider"
         raise StartupError(message, field="model", value=name, limit=_MADE)

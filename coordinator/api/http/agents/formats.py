@@ -9,11 +9,11 @@ from typing import Any
 
 from coordinator.api.http.agents.dialects import THINK, Dialect
 from outrider.protocol.sampling_params import Grammar
+from outrider.speculation.grammar import WHITESPACE
 
 BLANK = r"/[ \n]{0,4}/"  # between thoughts and what follows
-WHITESPACE = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
 _ESCAPED = re.compile(r"\\.|/", re.DOTALL)
-_VALUES = ("const", "default", "enum", "examples")  # fields of a schema that hold no schemas
+_VALUES, _NAMED = ("const", "default", "enum", "examples"), ("$defs", "definitions", "patternProperties", "properties")
 # Where calls have no opener, an object with a field of arguments could be one.
 _NO_CALL = {"properties": {"arguments": False, "parameters": False}}
 
@@ -29,26 +29,33 @@ def rule_of(answer: Grammar, dialect: Dialect) -> str:
     if not dialect.anywhere:
         own = [{"allOf": schema["allOf"]}] if "allOf" in schema else []
         schema = schema | {"allOf": [*own, _NO_CALL]}
-    return f"answer: %json {json.dumps({'x-guidance': WHITESPACE, **schema})}"
+    return f"answer: %json {json.dumps(guided(schema))}"
 
 
 def call_schema(name: str, schema: Any, dialect: Dialect) -> dict[str, Any]:
     """Return the schema of a whole call. Its texts and answers in JSON may begin in the same way."""
     fields = {"name": {"const": name}, dialect.arguments: _moved(schema, f"#/properties/{dialect.arguments}")}
     closed = {"required": list(fields), "additionalProperties": False}
-    return {"x-guidance": schema.get("x-guidance", WHITESPACE), "type": "object", "properties": fields, **closed}
+    return {"x-guidance": guided(schema)["x-guidance"], "type": "object", "properties": fields, **closed}
 
 
-def _moved(schema: Any, place: str) -> Any:
+def guided(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with the usual white space, unless it has its own."""
+    own = schema.get("x-guidance", {})  # not checked yet
+    return {**schema, "x-guidance": {**WHITESPACE, **own} if isinstance(own, dict) else own}
+
+
+def _moved(schema: Any, place: str, *, named: bool = False) -> Any:
     """Return a part of a schema whose root has moved to another place: references begin there."""
     if isinstance(schema, dict):
         return {
             name: place + part[1:]
-            if name == "$ref" and isinstance(part, str) and part.startswith("#")
+            if name == "$ref" and isinstance(part, str) and part[:2] in ("#", "#/")
             else part
-            if name in _VALUES
-            else _moved(part, place)
+            if name in _VALUES and not named
+            else _moved(part, place, named=name in _NAMED and not named)
             for name, part in schema.items()
+            if named or name not in ("$id", "$schema")
         }
     return [_moved(part, place) for part in schema] if isinstance(schema, list) else schema
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coordinator.api.http.agents.dialects import THINK, THOUGHT, Dialect, Manner
-from coordinator.api.http.agents.formats import BLANK, WHITESPACE, call_schema, rule_of
+from coordinator.api.http.agents.formats import BLANK, call_schema, guided, rule_of
 from coordinator.workers.target import Target
 from outrider.protocol.sampling_params import Grammar
 
@@ -68,7 +68,7 @@ class _Rules:
         dialect = self._dialect
         each = []
         for number, (name, schema) in enumerate(tools.items()):
-            whole, head, tail = {"x-guidance": WHITESPACE, **schema}, self._head(name), json.dumps(dialect.tail)
+            whole, head, tail = guided(dict(schema)), self._head(name), json.dumps(dialect.tail)
             if self._format and not dialect.anywhere:
                 whole, head, tail = call_schema(name, schema, dialect), "", ""
             self.lines.append(f"arguments_{number}: %json {json.dumps(whole)}")

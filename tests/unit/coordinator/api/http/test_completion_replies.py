@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,11 +17,11 @@ from coordinator.api.http.bodies import CompletionBody
 from coordinator.api.http.replies import CompletionReplies
 from coordinator.persistence.session_record import SessionRequest
 from coordinator.sessions.detokenizer import TextStream
-from coordinator.sessions.output import SessionOutput
+from coordinator.sessions.output import SessionOutput, Token
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import FinishReason, TokenKind
+from outrider.protocol.speculation import FinishReason, TokenKind, TokenLogprobs
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.testing.toy_models import EOS, byte_tokenizer
 
@@ -75,6 +76,21 @@ async def replied(target: Target, body: CompletionBody, prompts: Any = None) -> 
     told = [(each["text"], each["logprobs"]["text_offset"] if each["logprobs"] else []) for each in whole]
     assert told == [(texts[number], offsets[number]) for number in range(len(sessions))]
     return told
+
+
+def test_the_drawn_token_is_among_the_likeliest_whatever_they_are(target: Target) -> None:
+    """Of ids with the same text the drawn one counts, or else the likeliest."""
+    body = CompletionBody(prompt="x", logprobs=2)
+    a, b, c = target.encode("abc")
+    entry = TokenLogprobs(-5.0, (b, c), (-0.5, -1.5))
+    tokens = [Token(a, TokenKind.PLAIN, "a", entry), Token(b, TokenKind.PLAIN, "b", entry)]
+    logprobs = CompletionReplies(body, target, "toy")._logprobs(tokens, 0)
+    assert logprobs is not None
+    assert logprobs["top_logprobs"] == [{"a": -5.0, "b": -0.5, "c": -1.5}, {"b": -5.0, "c": -1.5}]
+    doubled = replace(entry, top_ids=(c, b, b), top_logprobs=(-0.1, -0.5, -2.5))
+    told = CompletionReplies(body, target, "toy")._logprobs([Token(a, TokenKind.PLAIN, "a", doubled)], 0)
+    assert told is not None
+    assert told["top_logprobs"] == [{"a": -5.0, "b": -0.5, "c": -0.1}]
 
 
 async def test_an_echo_is_the_prompt_as_it_was_sent(target: Target) -> None:

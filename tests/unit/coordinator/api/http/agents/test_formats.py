@@ -31,14 +31,14 @@ ANY = Grammar(regex="(.|\n)*")
 FORMATS = {"object": OBJECT, "schema": SCHEMA, "regex": REGEX}
 
 
-def guide(tokens: bool, dialect: Dialect, answer: Grammar, **choice: Any) -> GrammarMatcher:
-    target = TARGETS[tokens]
+def guide(tokens: bool, dialect: Dialect, answer: Grammar | None, **choice: Any) -> GrammarMatcher:
+    target, tools = TARGETS[tokens], choice.pop("tools", TOOLS)
     manner = Manner(dialect, True, choice.pop("thinks", False), choice.pop("thinking", False))
     given = {"required": False, "parallel": True} | choice
-    return target.grammars.compile(SamplingParams(grammar=grammar_of(TOOLS, manner, target, answer=answer, **given)))
+    return target.grammars.compile(SamplingParams(grammar=grammar_of(tools, manner, target, answer=answer, **given)))
 
 
-def allows(tokens: bool, dialect: Dialect, answer: Grammar, text: str, **choice: Any) -> bool:
+def allows(tokens: bool, dialect: Dialect, answer: Grammar | None, text: str, **choice: Any) -> bool:
     """Whether this is a whole answer."""
     found, ids = guide(tokens, dialect, answer, **choice), list(TARGETS[tokens].encode(text))
     if found.count_allowed(ids) < len(ids):
@@ -187,3 +187,38 @@ def test_references_of_a_schema_hold(name: str) -> None:
 def test_a_hermes_marker_in_an_answer_is_content() -> None:
     text = '{"days": 1, "name": "<tool_call>\\n{}"}'
     assert parsed(HERMES, text) == ("", text, [])
+
+
+WHOLE = {"X": {"type": "integer"}, "const": {"type": "object", "properties": {"b": {"$ref": "#/$defs/X"}}}}
+REFERRING: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "a property named like a field of values": ({"default": {"$ref": "#/$defs/X"}}, {"default": 1}, {"default": "x"}),
+    "a definition named like one": ({"a": {"$ref": "#/$defs/const"}}, {"a": {"b": 1}}, {"a": {"b": "x"}}),
+    "a property named like a reference": ({"$ref": {"type": "integer"}}, {"$ref": 1}, {"$ref": "x"}),
+    "a value that looks like one": ({"a": {"enum": [{"$ref": "#"}, 1]}}, {"a": {"$ref": "#"}}, {"a": 2}),
+}
+
+
+@pytest.mark.parametrize("name", ["llama3", "json"])
+@pytest.mark.parametrize("case", REFERRING)
+def test_references_of_a_tool_survive_the_move_into_a_call(case: str, name: str) -> None:
+    properties, good, bad = REFERRING[case]
+    dialect, schema = DIALECTS[name], {"type": "object", "properties": properties, "$defs": WHOLE}
+    for more in ({}, {"$id": "https://x.example/y", "$schema": "https://json-schema.org/draft/2020-12/schema"}):
+        tools = {"f": schema | more}
+        assert allows(False, dialect, OBJECT, dialect.write("f", good), tools=tools)
+        assert not allows(False, dialect, OBJECT, dialect.write("f", bad), tools=tools)
+
+
+@pytest.mark.parametrize("answer", [None, OBJECT], ids=["text", "object"])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_schema_s_own_options_leave_the_usual_white_space(name: str, answer: Grammar | None) -> None:
+    """A model could fill an answer with blanks."""
+    dialect = DIALECTS[name]
+    good = dialect.write("f", {"a": 1})
+    for options, blanks in (({"coerce_one_of": True}, 1), ({"whitespace_pattern": ""}, 0)):
+        tools = {"f": {"x-guidance": options, "type": "object", "properties": {"a": {"type": "integer"}}}}
+        for count in (0, 1, 2, 100) if blanks or answer is None else ():  # else they are those of the whole call
+            text = good.replace('"a": 1', f'"a":{" " * count}1')
+            assert allows(False, dialect, answer, text, tools=tools) is (count <= blanks), (options, count)
+    with pytest.raises(InvalidRequest):
+        guide(False, dialect, answer, tools={"f": {"x-guidance": 5, "type": "object"}})
