@@ -72,7 +72,7 @@ class Batching:
         self._times = times
         self._chain = chain  # the target verifies no branches
         self._shares = FairShares(times, limits.max_sessions, limits.tenant_stretch)
-        self.waiting = 0  # prompts of heavy tenants
+        self.waiting = 0  # prompts of heavy tenants that the last step left out
 
     def schedule(self, sessions: Collection[VerifySession], now: float) -> tuple[list[ScheduledSession], float | None]:
         """Return the next step's batch; if it is empty, the seconds to wait at most (None: until woken)."""
@@ -107,8 +107,10 @@ class Batching:
             batch = [item._replace(block=block) for item, block in zip(batch, blocks, strict=True)]
             batch += self._prompt_chunks(prompts, _num_tokens(batch), num_decoding)
         if heavy:
-            self.waiting = sum(session.num_uncached > 1 for session in joining)
-            batch += self._join(joining, _num_tokens(batch), now)
+            joined = self._join(joining, _num_tokens(batch), now)
+            begun = {item.session for item in joined}
+            self.waiting = sum(session.num_uncached > 1 and session not in begun for session in joining)
+            batch += joined
             if joining and not batch:
                 poll_at = now + _CREDIT_POLL_S
                 next_step_at = poll_at if next_step_at is None else min(next_step_at, poll_at)
@@ -133,15 +135,17 @@ class Batching:
     def _join(self, sessions: Sequence[VerifySession], num_tokens: int, now: float) -> list[ScheduledSession]:
         """Schedule sessions of heavy tenants within their budget, longest waiting first."""
         budget = self._shares.budget(now, num_tokens, self._limits.max_sessions + self._limits.prefill_rows)
-        budget = max(budget, sum(now - session.waiting_since > _LONGEST_WAIT_S for session in sessions))
+        late = sum(now - session.waiting_since > _LONGEST_WAIT_S for session in sessions)
+        most = 1 if late > budget else budget  # a token for each that is late
+        budget = max(budget, late)
         batch: list[ScheduledSession] = []
         for session in sorted(sessions, key=lambda session: session.waiting_since):
             if budget < 1:
                 break
             if session.num_uncached > 1:
-                batch += self._prompt_chunks([session], 0, 0, budget)
+                batch += self._prompt_chunks([session], 0, 0, min(most, budget))
             else:
-                batch.append(self._decode(session, min(self._limits.guess_rows, budget - 1)))
+                batch.append(self._decode(session, min(self._limits.guess_rows, min(most, budget) - 1)))
             budget -= batch[-1].num_tokens
         return batch
 

@@ -206,9 +206,8 @@ class VerificationLoop:
                 session.hidden_states.add(session.cache_length, result.hidden_states)
                 continue
             if not session.has_committed:
-                self._metrics.record_prefix_lookup(
-                    tokens=len(session.committed), num_cached_tokens=session.num_cached_tokens
-                )
+                found = session.num_cached_tokens
+                self._metrics.record_prefix_lookup(tokens=len(session.committed), num_cached_tokens=found)
             timings = VerifyTimings(
                 wait_us=max(0, int((started - session.waiting_since) * 1e6)),
                 step_us=step.step_us,

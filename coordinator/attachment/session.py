@@ -59,7 +59,7 @@ class AttachedSession:
         self._sent = SentMessages(plain_steps=_PLAIN_STEPS)
         self._reader = VerdictReader(self._record, model, self._sent, time.monotonic())
         self._stats = RequestStats(metrics.of(METRICS_NAME))
-        gamma_max = min(context.gamma_max, opening.max_guesses)
+        gamma_max, self._overrun = min(context.gamma_max, opening.max_guesses), False
         possible = replace(context, gamma_max=gamma_max, accepts=lambda drafter: not drafter.hidden_states)
         self._drafting = Drafting(self._record, model, possible, self._stats)
 
@@ -89,8 +89,9 @@ class AttachedSession:
         self._send(message)
 
     def _send(self, message: verify.VerifyRequest) -> None:
-        self._sent.messages += 1
-        if self.outbox.qsize() <= _MAX_UNSENT:  # with more, `_read` ends the session: here a drafter would be blamed
+        self._overrun |= self.outbox.qsize() > _MAX_UNSENT
+        if not self._overrun:  # else `_read` ends the session: here a drafter would be blamed
+            self._sent.messages += 1
             self.outbox.put_nowait(message)
 
     async def _read(self, requests: AsyncIterator[pb.AttachRequest]) -> None:
@@ -101,7 +102,7 @@ class AttachedSession:
                     request = await anext(requests, None)
                 if request is None:
                     return
-                if self.outbox.qsize() > _MAX_UNSENT:
+                if self._overrun:
                     raise PeerLost("the engine does not read its guesses")
                 now = time.monotonic()
                 steps = max(1, min(_PLAIN_STEPS, len(request.reply.verdict.tokens) - request.reply.verdict.accepted))

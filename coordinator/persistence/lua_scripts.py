@@ -75,8 +75,9 @@ end
 if redis.call('STRLEN', KEYS[2]) > {MAX_TOKENS_BYTES} then return 'UNREADABLE' end
 if redis.call('STRLEN', KEYS[3]) > {MAX_LOGPROBS_BYTES} then return 'UNREADABLE' end
 if (redis.call('HGET', KEYS[1], 'finish') or '0') == '0' then
-  if redis.call('HGET', KEYS[1], 'call') ~= ARGV[4] then redis.call('HINCRBY', KEYS[1], 'epoch', 1) end
-  redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'call', ARGV[4])
+  local epoch = redis.call('HGET', KEYS[1], 'epoch')
+  if redis.call('HGET', KEYS[1], 'call') ~= ARGV[4] .. epoch then epoch = redis.call('HINCRBY', KEYS[1], 'epoch', 1) end
+  redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'call', ARGV[4] .. epoch)
 end
 expire(ARGV[2])
 local fields = redis.call('HMGET', KEYS[1], 'request', 'epoch', 'finish', 'model', 'verifier', 'tenant')
@@ -90,10 +91,9 @@ if absent(KEYS[1]) then return -1 end
 if epoch_of(KEYS[1]) == nil then return -2 end
 local tenant = redis.call('HGET', KEYS[1], 'tenant')
 if tenant and tenant ~= ARGV[2] then return -1 end
-if redis.call('HGET', KEYS[1], 'call') == ARGV[3] then return 1 end
+if redis.call('HGET', KEYS[1], 'call') == ARGV[3] .. redis.call('HGET', KEYS[1], 'epoch') then return 1 end
 if (redis.call('HGET', KEYS[1], 'finish') or '0') ~= '0' then return 0 end
-redis.call('HINCRBY', KEYS[1], 'epoch', 1)
-redis.call('HSET', KEYS[1], 'finish', ARGV[1], 'call', ARGV[3])
+redis.call('HSET', KEYS[1], 'finish', ARGV[1], 'call', ARGV[3] .. redis.call('HINCRBY', KEYS[1], 'epoch', 1))
 return 1
 """
 

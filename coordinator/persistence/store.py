@@ -189,7 +189,7 @@ def _pair_key(target: str, drafter: str) -> str:
 
 
 def _call_id() -> str:
-    return secrets.token_hex(8)
+    return f"{secrets.token_hex(8)}:"
 
 
 def _session_keys(session_id: str) -> list[str]:

@@ -66,9 +66,7 @@ def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], tar
     start = position - len(tail)
     both = slice(start, min(known, position))
     if list(tail[: max(0, known - start)]) != record.tokens[both]:
-        raise Conflict(
-            f"tail differs from the output of session {record.session_id}", field="tail", limit="as streamed"
-        )
+        raise Conflict(f"tail differs from what session {record.session_id} has", field="tail", limit="as streamed")
     if start > known:
         raise Conflict(
             f"{position - known} tokens before from_position were lost with a coordinator and cannot be drawn again in "

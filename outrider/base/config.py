@@ -129,15 +129,11 @@ class WorkerSettings(Settings):
     coordinators: str = Field("", description="host:port of coordinators to register with, separated by commas.")
     advertise: str = Field("", description="host:port at which coordinators reach this worker; empty: its own.")
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of /metrics for Prometheus, over HTTP; 0: none.")
-    metrics_key: SecretStr = Field(
-        SecretStr(""), description="Key that /metrics requires, or @FILE; empty: open to every caller."
-    )
+    metrics_key: SecretStr = Field(SecretStr(""), description="Key that /metrics requires, or @FILE; empty: none.")
     metrics_tls: bool = Field(False, description="Serve /metrics over HTTPS, with --tls-cert.")
     max_sessions: int = Field(64, ge=1, description="Maximum number of concurrent sessions.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
-    dtype: str = Field(
-        "auto", description="auto, float32, bfloat16 or float16; auto: on a CPU, weights as they are; else bfloat16."
-    )
+    dtype: str = Field("auto", description="float32, bfloat16, float16 or auto: on a CPU as they are, else bfloat16.")
     quantization: str = Field("none", pattern="^(none|int8)$", description="none or int8 (weights only, on a CPU).")
     kv_dtype: str = Field(
         "auto",

@@ -30,12 +30,8 @@ Temperature = Annotated[float, option("--temperature", "0 is greedy: the most li
 TopK = Annotated[int, option("--top-k", "Draw from this many most likely tokens; 0: all.")]
 TopP = Annotated[float, option("--top-p", "Draw from the most likely tokens with this total probability.")]
 MinP = Annotated[float, option("--min-p", "Exclude tokens below this share of the highest probability.")]
-Seed = Annotated[
-    int | None, option("--seed", "Equal seeds give equal text (not in rejection and block mode). Default: random.")
-]
-Gamma = Annotated[
-    int | None, option("--gamma", "Fix γ, the number of tokens guessed ahead; 0 is plain decoding. Default: adaptive.")
-]
+Seed = Annotated[int | None, option("--seed", "Equal seeds, equal texts (not in rejection and block mode).")]
+Gamma = Annotated[int | None, option("--gamma", "Fix γ, the tokens guessed ahead; 0: plain decoding. Else adaptive.")]
 Branches = Annotated[int | None, option("--branches", "Fix the guesses per position. Default: adaptive.", min=1)]
 Ahead = Annotated[
     bool | None,
@@ -48,9 +44,7 @@ Mode = Annotated[
     option("--verification", "greedy, coupled, rejection or block. Default: greedy at temperature 0, else coupled."),
 ]
 Stop = Annotated[list[str] | None, option("--stop", "End the text before this string; repeatable.")]
-JsonSchema = Annotated[
-    str, option("--json-schema", "Generate only JSON that matches this JSON schema: a file, or the schema itself.")
-]
+JsonSchema = Annotated[str, option("--json-schema", "Generate only JSON of this JSON schema: a file, or the schema.")]
 JsonObject = Annotated[bool, option("--json-object", "Generate only a JSON object.")]
 Regex = Annotated[str, option("--regex", "Generate only text that this whole regular expression matches.")]
 ShowGuesses = Annotated[bool, option("--show-guesses", "Colour tokens by kind: accepted, recovered, bonus or plain.")]

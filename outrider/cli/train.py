@@ -38,14 +38,12 @@ def train(
     exit_layers: Annotated[int, option("--exit-layers", "First layers of the target, for early-exit.", min=1)] = 4,
     hidden: Annotated[int, option("--hidden", "Hidden size of a distilled model.", min=32)] = 192,
     unroll: Annotated[int, option("--unroll", "Unrolled training steps of eagle and eagle3.", min=1, max=8)] = 3,
-    start: Annotated[
-        str, option("--from", "Trained eagle to continue: a folder, or default for the bundled one.")
-    ] = "",
+    start: Annotated[str, option("--from", "Trained eagle to continue: a folder, or default: the bundled one.")] = "",
     learning_rate: Annotated[float, option("--learning-rate", "Peak learning rate.", min=1e-7, max=1.0)] = 1e-3,
     seed: Annotated[int, option("--seed", "Equal seeds give equal data in equal order.", min=0)] = 0,
     device: Annotated[str, option("--device", "auto, cpu or cuda:N.")] = "auto",
     data_home: Annotated[
-        Path | None, option("--data", "Folder of the target's texts. Default: training/data in OUTRIDER_HOME.")
+        Path | None, option("--data", "Folder of texts. Default: OUTRIDER_HOME/training/data.")
     ] = None,
     restart: Annotated[bool, option("--restart", "Start again and ignore an interrupted run.")] = False,
 ) -> None:
@@ -85,10 +83,10 @@ class _TrainingProgress(bars.Progress):
         self.update(task, completed=done, description=f"learning, loss {report.loss:.3f}")
         if report.held_out is not self._printed_results:
             self._printed_results = report.held_out
-            every = report.held_out["all"]
-            rates = " ".join(f"{rate:.2f}" for rate in every["acceptance"])
+            found = report.held_out["all"]
+            rates = " ".join(f"{rate:.2f}" for rate in found["acceptance"])
             self.console.print(
-                f"after {report.measured_at:,} tokens: held-out rates {rates}, length {every['acceptance_length']:.2f}"
+                f"{report.measured_at:,} tokens: held-out {rates}, length {found['acceptance_length']:.2f}"
             )
 
     def _task(self, name: str, total: int) -> bars.TaskID:

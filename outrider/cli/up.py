@@ -75,12 +75,8 @@ def up(
     kv_tokens: Annotated[int, option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
     log_level: Annotated[str, option("--log-level", "debug, info, warning or error.")] = "info",
     api_keys: Annotated[str, option("--api-keys", "API keys of clients: with commas, or @FILE, one per line.")] = "",
-    open_metrics: Annotated[
-        bool, option("--open-metrics", "Serve HTTP /metrics without an API key, for benchmark tools.")
-    ] = False,
-    fleet_key: Annotated[
-        str, option("--fleet-key", "Secret for workers on other machines, or @FILE. Default: a generated one.")
-    ] = "",
+    open_metrics: Annotated[bool, option("--open-metrics", "Serve HTTP /metrics without an API key.")] = False,
+    fleet_key: Annotated[str, option("--fleet-key", "Secret of workers elsewhere, or @FILE. Default: new.")] = "",
     drafter_key: Annotated[
         str, option("--drafter-key", "Secret for remote drafters, or @FILE. Default: generated; none with --fleet-key.")
     ] = "",

@@ -344,7 +344,7 @@ def _rotations(rotary: Any, config: Any) -> tuple[Callable[[torch.Tensor], Cosin
 
     kinds: list[dict[str, str]] = [{}]
     if config.model_type == "gemma3_text":
-        kinds = [{"layer_type": "full_attention"}, {"layer_type": "sliding_attention"}]
+        kinds = [{"layer_type": kind} for kind in sorted(set(config.layer_types))]
     rotations = tuple(partial(rotate, kind) for kind in kinds)
     last = int(config.max_position_embeddings) - 1
     for each in rotations:

@@ -109,7 +109,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], Overrides]:
     tables = {name: value for name, value in content.items() if isinstance(value, dict)}
     return flags_of_up, {
         name: {
-            _known(name, key, f"{path}: [{name}] {key}"): GivenSetting(_plain(v), str(path)) for key, v in table.items()
+            _known(name, key, f"{path}: [{name}] {key}"): GivenSetting(_plain(v), f"{path}") for key, v in table.items()
         }
         for name, table in tables.items()
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from outrider.models import GGUF, INDEX
-from outrider.models.gguf_rope import rope_of
+from outrider.models import GGUF, INDEX, INDEX_VERSION
+from outrider.models.gguf_rope import add_scaling
+from outrider.protocol.errors import StartupError
 
 _IN_PLACE = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "BF16")]
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's formats without blocks
@@ -66,7 +67,9 @@ Dequantize = Callable[[QuantizedRows, torch.Tensor | None], torch.Tensor]
 def convert_gguf(folder: Path, into: Path) -> None:
     """Dequantise the GGUF file of a folder, and save it as safetensors with its tokenizer."""
     config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(str(folder), config=config, gguf_file=GGUF, dtype=torch.float32)
+    loading = {"config": config, "gguf_file": GGUF, "dtype": torch.float32, "output_loading_info": True}
+    model, found = AutoModelForCausalLM.from_pretrained(str(folder), **loading)
+    check_complete(folder.name, found["missing_keys"])
     if hasattr(model, "hf_quantizer"):  # transformers refuses to save a model that was loaded as quantised
         del model.hf_quantizer, model.config.quantization_config
     model.save_pretrained(into)
@@ -83,14 +86,41 @@ def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
         (folder / GGUF).symlink_to(source)
     AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF).save_pretrained(folder)
     config, reader = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF), gguf.GGUFReader(source)
-    rope, usual = rope_of(reader, config), getattr(config, "rope_parameters", None) or {}
-    (usual.get("full_attention") or usual).update(rope)
+    scaling = add_scaling(config, reader)
     model = empty_model(config)
+    architecture = reader.fields["general.architecture"].contents()
+    if architecture in _ARCHITECTURES:
+        _check_tensors({it.name for it in reader.tensors}, architecture, model)
+    ends = [reader.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    model.generation_config.eos_token_id = sorted({end.contents() for end in ends if end is not None}) or None
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     places = {it.name: [int(it.tensor_type), int(it.data_offset), *map(int, it.shape)] for it in reader.tensors}
-    return {"architecture": reader.fields["general.architecture"].contents(), "tensors": places, "rope": rope}
+    return {"version": INDEX_VERSION, "architecture": architecture, "tensors": places, "scaling": scaling}
+
+
+def check_complete(name: str, missing: Collection[str]) -> None:
+    """Raise StartupError for a model of which weights are missing: transformers would draw them."""
+    if missing:
+        raise StartupError.of("target", f"{name} without {', '.join(sorted(missing)[:3])}", "with all its weights")
+
+
+def _check_tensors(stored: set[str], architecture: str, model: PreTrainedModel) -> None:
+    """Raise StartupError for a file that lacks weights, or has some that the model of this architecture ignores."""
+    names = _tensor_names(architecture, model.config)
+    wanted = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name, _ in model.named_parameters()}
+    differing = sorted(map(str, (stored ^ wanted) - {"output.weight"}))
+    if odd := [name for name in differing if not name.startswith("rope_") and "attn_rot_embd" not in name]:
+        message = f"a {architecture} GGUF file lacks these weights, or no model reads them"
+        raise StartupError(
+            f"{message}: {', '.join(odd[:3])}", field="target", value=odd[0], limit="a whole known model"
+        )
+
+
+def _tensor_names(architecture: str, config: Any) -> gguf.TensorNameMap:
+    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(architectures[architecture], config.num_hidden_layers)
 
 
 def rows_in_file(folder: Path | str, model: PreTrainedModel) -> dict[str, QuantizedRows]:
@@ -101,8 +131,7 @@ def rows_in_file(folder: Path | str, model: PreTrainedModel) -> dict[str, Quanti
     with (Path(folder) / GGUF).open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     data = torch.frombuffer(mapped, dtype=torch.uint8)
-    config, architectures = model.config, {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(architectures[index["architecture"]], config.num_hidden_layers)
+    config, names = model.config, _tensor_names(index["architecture"], model.config)
     interleaved = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     rows = {}
     for name, weight in model.named_parameters():

@@ -22,7 +22,7 @@ from typing import Any
 
 from outrider.base.atomic_files import atomic_write
 from outrider.base.config import home
-from outrider.models import GGUF, INDEX
+from outrider.models import GGUF, INDEX, INDEX_VERSION
 from outrider.protocol.errors import StartupError
 
 DEFAULT = "default"
@@ -76,7 +76,7 @@ def locate_safetensors(name: str, progress: Progress) -> Path | str:
     if not isinstance(found, Path) or not (found / INDEX).is_file():
         return found
     index = json.loads((found / INDEX).read_text())
-    version = index["sha256"][:12] + "-scaled" * bool(index["rope"])  # earlier versions converted without scaling
+    version = index["sha256"][:12] + "-scaled" * bool(index["scaling"])  # earlier versions converted without scaling
     target = home() / "models" / f"safetensors-{version}" / found.name
     if not target.is_dir():
         with _lock(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
@@ -105,7 +105,13 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
         source = find(progress)
         progress(f"indexing {source.name} (once)")
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".indexing-") as scratch:
-            index = _gguf().index_gguf(source, Path(scratch))
+            try:
+                index = _gguf().index_gguf(source, Path(scratch))
+            except StartupError:
+                raise
+            except Exception as error:  # the file may be anything
+                message = f"{source.name} cannot be read as a GGUF file: {error}"
+                raise StartupError(message, field="target", value=str(source), limit="a whole GGUF file") from error
             folder.mkdir(exist_ok=True)
             for path in Path(scratch).iterdir():
                 path.replace(folder / path.name)
@@ -121,7 +127,7 @@ def _is_current(folder: Path) -> bool:
         return False
     index, state = json.loads((folder / INDEX).read_text()), _state(folder / GGUF)
     changed = index.get("state") != state
-    if "rope" not in index or (changed and index.get("sha256") != _sha256(folder / GGUF)):
+    if index.get("version") != INDEX_VERSION or (changed and index.get("sha256") != _sha256(folder / GGUF)):
         return False
     if changed and os.access(folder, os.W_OK):
         with atomic_write(folder / INDEX) as path:

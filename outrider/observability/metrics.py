@@ -114,9 +114,7 @@ class CoordinatorMetrics(Metrics):
             model,
             "priority",
         )
-        self.success = counter(
-            "request_success", "Requests that ended without an error, by finish reason.", model, "finished_reason"
-        )
+        self.success = counter("request_success", "Requests that did not fail, by reason.", model, "finished_reason")
         self.failed = counter("requests_failed", "Requests that ended by an error, by error code.", model, "code")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of started requests.", model)
         self.generation_tokens = counter("generation_tokens", "Tokens committed.", model)
@@ -166,7 +164,7 @@ class CoordinatorMetrics(Metrics):
             "bytes_per_accepted_token", "Per finished request: bytes of guesses per accepted token.", _BYTES, model
         )
         self.hidden_bytes = counter(
-            "hidden_state_bytes", "Hidden states sent to drafters, bytes, counted when a request ends.", model
+            "hidden_state_bytes", "Hidden states for drafters, bytes, at a request's end.", model
         )
 
         # The fleet.

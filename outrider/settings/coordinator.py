@@ -12,9 +12,7 @@ from outrider.base.config import DrafterKey, Settings
 class CoordinatorSettings(Settings, DrafterKey):
     """Serve clients over gRPC and HTTP; connect drafters and verifiers."""
 
-    http_port: int = Field(
-        8000, ge=-1, le=65535, description="Port of the HTTP API and the playground; 0: any free one, -1: none."
-    )
+    http_port: int = Field(8000, ge=-1, le=65535, description="Port of HTTP API and playground; 0: any free, -1: none.")
     served_model_name: str = Field("", description="Name of the default target for clients; empty: its own.")
     default_model: str = Field("", description="Target of requests without a model; empty: the first that registers.")
     alias: str = Field("", description="Further names of targets, NAME=MODEL, separated by commas.")
@@ -26,17 +24,13 @@ class CoordinatorSettings(Settings, DrafterKey):
         "", description="HTTP Host names to accept besides localhost, by commas; empty: none on loopback, else all."
     )
     max_bodies_mib: int = Field(64, ge=1, description="Memory for requests over 64 KiB while they arrive, MiB.")
-    redis_url: str = Field(
-        "", description="URL of Redis, or @FILE; empty: REDIS_URL, else an embedded server without persistence."
-    )
+    redis_url: str = Field("", description="URL of Redis, or @FILE; empty: REDIS_URL, else one in memory here.")
     max_sessions: int = Field(512, ge=1, description="Maximum number of concurrent sessions.")
     model_limits: str = Field("", description="Limits of targets, NAME=LIMIT:NUMBER LIMIT:NUMBER, by commas.")
     max_prompt_kib: int = Field(4096, ge=1, description="Maximum length of a prompt, KiB of text.")
     gamma_max: int = Field(16, ge=0, le=64, description="Largest γ that γ control chooses; ahead, twice that.")
     drafters_per_session: int = Field(1, ge=1, le=8, description="Maximum number of drafters per session.")
-    heartbeat_ms: int = Field(
-        1000, ge=50, description="Interval of workers' reports, ms; a worker is lost after five without one."
-    )
+    heartbeat_ms: int = Field(1000, ge=50, description="Interval of workers' reports, ms; lost after five.")
     worker_wait_s: float = Field(30.0, ge=0, description="Time that a session waits for a verifier, seconds.")
     verdict_timeout_s: float = Field(
         10.0, gt=0, description="Timeout for a verdict, seconds, longer for prompts; then the verifier is replaced."
@@ -51,9 +45,7 @@ class CoordinatorSettings(Settings, DrafterKey):
     default_tokens_per_minute: int = Field(
         0, ge=0, description="Tokens per minute of an API key, prompts and outputs together; 0: no limit."
     )
-    max_request_sessions: int = Field(
-        64, ge=1, description="Maximum number of choices of an HTTP request: n times its prompts."
-    )
+    max_request_sessions: int = Field(64, ge=1, description="Most choices of an HTTP request: n times its prompts.")
     open_metrics: bool = Field(False, description="Serve HTTP /metrics without an API key, as vLLM does, for tools.")
     mixed_verifiers: bool = Field(
         False,

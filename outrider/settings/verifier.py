@@ -30,9 +30,7 @@ class VerifierSettings(WorkerSettings, DrafterKey):
     kv_tokens: int = Field(
         0, ge=64, description="KV cache capacity, tokens of all sessions together; 0: 65,536, on a GPU what fits."
     )
-    gpu_memory: float = Field(
-        0.0, ge=0, le=1, description="With --engine vllm: share of a GPU's memory to use; 0: vLLM's default."
-    )
+    gpu_memory: float = Field(0.0, ge=0, le=1, description="With --engine vllm: share of GPU memory; 0: vLLM's own.")
     max_model_len: int = Field(
         0, ge=0, description="With --engine vllm: maximum tokens of prompt and output; 0: the model's context."
     )

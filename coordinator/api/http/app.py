@@ -148,9 +148,8 @@ class Api:
 
     async def fleet(self, request: Request) -> Response:
         """Return information on the coordinator and its workers."""
-        workers: list[Any] = [
-            asdict(worker) | {"role": worker.role.name.lower()} for worker in self._sessions.worker_pool.infos()
-        ]
+        infos = self._sessions.worker_pool.infos()
+        workers: list[Any] = [asdict(worker) | {"role": worker.role.name.lower()} for worker in infos]
         fleet: Fleet = {
             "version": version("outrider"),
             "coordinator_id": self._sessions.coordinator_id,

@@ -129,16 +129,16 @@ class CompletionReplies(Replies[CompletionBody]):
         return {
             "tokens": [self._readable(token.token) for token in tokens],
             "token_logprobs": [None if one is None else finite(one.logprob) for one in known],
-            "top_logprobs": [
-                None if each.logprobs is None else self._best(each.token, each.logprobs) for each in tokens
-            ],
+            "top_logprobs": [None if it.logprobs is None else self._best(it.token, it.logprobs) for it in tokens],
             "text_offset": [*accumulate((len(token.text) for token in tokens[:-1]), initial=offset)],
         }
 
     def _best(self, token: int, known: TokenLogprobs) -> dict[str, float]:
         """Return the likeliest tokens by text, and the token itself; of equal texts it or else the likeliest counts."""
-        best = reversed([(token, known.logprob), *zip(known.top_ids, known.top_logprobs, strict=True)])
-        return {self._readable(each): finite(logprob) for each, logprob in best}
+        best = {self._readable(token): finite(known.logprob)}
+        for each, logprob in zip(known.top_ids, known.top_logprobs, strict=True):
+            best.setdefault(self._readable(each), finite(logprob))
+        return best
 
     def _readable(self, token: int) -> str:
         """Return a token as text, with a prefix for bytes that are not valid text by themselves."""

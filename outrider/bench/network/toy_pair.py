@@ -59,7 +59,7 @@ def _compare(draft: Path, outputs: Mapping[int, list[int]], start: int) -> tuple
     ranks: list[int | None] = []
     for seed, tokens in outputs.items():
         engine.extend([SessionTokens("compare", tokens[: start - 1], logits_from=start - 1)])
-        logits = [engine.extend([SessionTokens("same", [token])]).logits[0].clone() for token in tokens[start - 1 : -1]]
+        logits = [engine.extend([SessionTokens("compare", [it])]).logits[0].clone() for it in tokens[start - 1 : -1]]
         engine.free("compare")
         choices = shared_choices(torch.cat(logits), _params(seed), range(start, len(tokens)), 1 + _RUNNERS_UP)
         for proposed, token in zip(choices, tokens[start:], strict=True):

@@ -28,7 +28,7 @@ from outrider.engine.model_spec import UnsupportedModel
 from outrider.engine.native import NoCompiler, dequantize
 from outrider.engine.tensor_parallel import RankGroup
 from outrider.engine.throttled import ThrottledEngine, parse_blur, parse_pace
-from outrider.models.gguf import load_in_place, quantized_rows
+from outrider.models.gguf import check_complete, load_in_place, quantized_rows
 from outrider.models.hub import locate, locate_safetensors
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import ModelMismatch, StartupError
@@ -78,15 +78,18 @@ def load_model(
         native = options.engine in ("auto", "native") and device.type == "cpu" and in_place
         whole = native and change is None and rank_group is None
         model = load_in_place(path, dequantize, config, dtype) if whole else None
-        model = model or AutoModelForCausalLM.from_pretrained(
-            locate_safetensors(name, progress),
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager",  # `make_engine` changes it
-            trust_remote_code=False,
-            use_safetensors=True,
-            **({} if rank_group is None else rank_group.sharding()),
-        )
+        if model is None:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                locate_safetensors(name, progress),
+                config=config,
+                dtype=dtype,
+                attn_implementation="eager",  # `make_engine` changes it
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **({} if rank_group is None else rank_group.sharding()),
+            )
+            check_complete(name, found["missing_keys"])
         vocabulary = Vocabulary.of(tokenizer)
     if change is not None:
         change(model)

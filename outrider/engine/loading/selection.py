@@ -141,9 +141,8 @@ def _native_engine(candidate: _Candidate) -> NativeEngine:
         spec = build_spec(model)
         candidate.progress("preparing kernels")
         exact = options.dtype == "float32"
-        engine = NativeEngine(
-            spec, candidate.info, **candidate.cache, weights=weights, threads=options.threads, exact=exact
-        )
+        cache, threads = candidate.cache, options.threads
+        engine = NativeEngine(spec, candidate.info, **cache, weights=weights, threads=threads, exact=exact)
         if candidate.passed:
             candidate.progress("start-up check skipped: passed before with these kernels on this processor")
         else:

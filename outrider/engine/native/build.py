@@ -27,7 +27,7 @@ _FOLDER = Path(__file__).parent
 _AHEAD = _FOLDER / "built"
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 # Instruction sets that are compiled ahead, best first, with torch's name of the capability that each needs.
-_LEVELS = {"x86-64-v4": "avx512_bw", "x86-64-v3": "avx2"}
+_LEVELS = {"x86_64": {"x86-64-v4": "avx512_bw", "x86-64-v3": "avx2"}, "aarch64": {"armv8-a": ""}}
 
 
 class NoCompiler(Exception):
@@ -93,11 +93,15 @@ def compile_for(march: str, into: Path, *flags: str) -> Path:
     return target
 
 
+def levels() -> dict[str, str]:
+    """Return the instruction sets of this processor family that are compiled ahead."""
+    return _LEVELS.get(platform.machine(), {})
+
+
 def _built_ahead() -> Path | None:
-    capabilities = torch.cpu.get_capabilities() if platform.machine() == "x86_64" else {}
-    for level, needed in _LEVELS.items():
+    for level, needed in levels().items():
         built = _AHEAD / f"kernels-{level}-{_digest(level)}.so"
-        if capabilities.get(needed) and built.exists():
+        if built.exists() and (not needed or torch.cpu.get_capabilities().get(needed)):
             return built
     return None
 
@@ -123,7 +127,7 @@ def _processor() -> str:
 def main() -> None:
     """Compile for every level of this processor family, into the package or a directory."""
     into = Path(sys.argv[1]) if len(sys.argv) > 1 else _AHEAD
-    for level in _LEVELS if platform.machine() == "x86_64" else ("native",):
+    for level in levels() or ("native",):
         compile_for(level, into)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -312,7 +313,7 @@ class _MappedMemory:
         if self._used + size > self._mapping.numel():
             room = max(size, _MAPPING)
             mapped = mmap.mmap(-1, room + _LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError, AttributeError):  # not every system, nor kernel, has large pages
                 mapped.madvise(mmap.MADV_HUGEPAGE)
             whole = torch.frombuffer(mapped, dtype=torch.uint8)
             start = -whole.data_ptr() % _LARGE_PAGE

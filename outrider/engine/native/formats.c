@@ -23,6 +23,23 @@ static float float16(const uint8_t *p) {
 #endif
 }
 
+/* The nearest float16; GCC has _Float16 on x86 from version 12 on. */
+static uint16_t to_float16(float number) {
+#ifdef __F16C__
+    return _cvtss_sh(number, 0);
+#else
+    _Float16 rounded = (_Float16)number;
+    uint16_t bits;
+    memcpy(&bits, &rounded, 2);
+    return bits;
+#endif
+}
+
+static float rounded16(float number) {
+    uint16_t bits = to_float16(number);
+    return float16((const uint8_t *)&bits);
+}
+
 /* The 6-bit scale and minimum of a K-quant's block, of 8 in 12 bytes. */
 static void scale_and_minimum(const uint8_t *packed, int block, int *scale, int *minimum) {
     if (block < 4) {
@@ -209,10 +226,10 @@ INLINE void pack_block_as(const int kind, const Decoded *from, const Linear *lin
     char *unit = panel + unit_at(kind, block, together, which), *head = panel + head_at(kind, block, together, which);
     char *quants = unit + numbers_size(kind), *above = quants + UNIT * BLOCK / 2;
     uint8_t whole[BLOCK];
-    for (int n = 0; n < FORMATS[kind].heads; n++) ((_Float16 *)head)[n * UNIT + lane] = (_Float16)from->heads[n];
+    for (int n = 0; n < FORMATS[kind].heads; n++) ((uint16_t *)head)[n * UNIT + lane] = to_float16(from->heads[n]);
     for (int n = 0; n < FORMATS[kind].numbers; n++)
         if (FORMATS[kind].heads) unit[n * UNIT + lane] = (char)from->small[n];
-        else ((_Float16 *)unit)[n * UNIT + lane] = (_Float16)from->numbers[n];
+        else ((uint16_t *)unit)[n * UNIT + lane] = to_float16(from->numbers[n]);
     for (int k = 0; k < BLOCK; k++)
         whole[k] = (uint8_t)(from->quants[k] + (bits == 8 && tiles ? 128 : FORMATS[kind].zero));
     if (tiles) in_tiles(bits, whole, (uint16_t *)quants, (uint16_t *)above, lane);
@@ -245,7 +262,7 @@ static void pack_nibbles(const float *row, const Linear *linear, int output) {
         const int count = linear->inputs - start < BLOCK ? linear->inputs - start : BLOCK;
         float lowest = row[0], highest = row[0];
         for (int k = 1; k < count; k++) lowest = fminf(lowest, row[k]), highest = fmaxf(highest, row[k]);
-        Decoded block = {.numbers = {(float)(_Float16)((highest - lowest) / 15), (float)(_Float16)lowest}};
+        Decoded block = {.numbers = {rounded16((highest - lowest) / 15), rounded16(lowest)}};
         for (int k = 0; k < count; k++) {
             float quant = block.numbers[0] > 0 ? rintf((row[k] - block.numbers[1]) / block.numbers[0]) : 0;
             block.quants[k] = (int8_t)(quant < 0 ? 0 : quant > 15 ? 15 : quant);

@@ -107,7 +107,7 @@ INLINE vec hyperbolic_tangent(vec x) {
     p = fused(p, s, spread(1.33314422036e-1f));
     p = fused(p, s, spread(-3.33332819422e-1f));
     vec far = with_sign(1.0f - 2.0f / (exponential(2.0f * a) + 1.0f), x);
-    return where(a < spread(0.625f), fused(p * s, x, x), far);
+    return where(a >= spread(0.625f), far, fused(p * s, x, x)); /* of NaN as well */
 }
 
 /* The error function within 2 units in the last place, by N. Juffa's two polynomials. */

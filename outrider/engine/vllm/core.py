@@ -99,22 +99,21 @@ class VllmCore:
     @property
     def capacity_tokens(self) -> int:
         """Return how many tokens are held at once: of short sessions, or of one with the whole context."""
-        return max((int(self._pool.num_gpu_blocks) - 1) * self._pool_block_tokens, self.context_length)  # one is vLLM's
+        return max(self._tokens_in(int(self._pool.num_gpu_blocks) - 1), self.context_length)  # one block is vLLM's own
 
     @property
     def free_tokens(self) -> int:
         """Return the capacity that no request holds; cached blocks of ended ones count as free."""
-        return int(self._pool.get_num_free_blocks()) * self._pool_block_tokens
+        return self._tokens_in(int(self._pool.get_num_free_blocks()))
 
     @property
     def evictable_tokens(self) -> int:
         """Return the capacity of cached blocks of ended requests, at most."""
-        return min(self.free_tokens, len(self._pool.cached_block_hash_to_block) * self._pool_block_tokens)
+        return min(self.free_tokens, self._tokens_in(len(self._pool.cached_block_hash_to_block)))
 
-    @property
-    def _pool_block_tokens(self) -> int:
-        """Return the tokens per block: layers of different kinds, such as sliding windows, take blocks of their own."""
-        return self.block_tokens // len(self._scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups)
+    def _tokens_in(self, blocks: int) -> int:
+        """Return the tokens of short sessions in blocks: each kind of layers, such as windows, takes its own ones."""
+        return blocks * self.block_tokens // len(self._scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups)
 
     @property
     def context_length(self) -> int:

@@ -12,7 +12,7 @@ from outrider.protocol.sampling_params import Grammar
 from outrider.speculation.grammar import WHITESPACE
 
 BLANK = r"/[ \n]{0,4}/"  # between thoughts and what follows
-_ESCAPED = re.compile(r"\\.|/", re.DOTALL)
+_ESCAPED, _FOREIGN = re.compile(r"\\.|/", re.DOTALL), re.compile(r'"\$ref": "[^#]')
 _VALUES, _NAMED = ("const", "default", "enum", "examples"), ("$defs", "definitions", "patternProperties", "properties")
 # Where calls have no opener, an object with a field of arguments could be one.
 _NO_CALL = {"properties": {"arguments": False, "parameters": False}}
@@ -34,14 +34,15 @@ def rule_of(answer: Grammar, dialect: Dialect) -> str:
 
 def call_schema(name: str, schema: Any, dialect: Dialect) -> dict[str, Any]:
     """Return the schema of a whole call. Its texts and answers in JSON may begin in the same way."""
-    fields = {"name": {"const": name}, dialect.arguments: _moved(schema, f"#/properties/{dialect.arguments}")}
-    closed = {"required": list(fields), "additionalProperties": False}
-    return {"x-guidance": guided(schema)["x-guidance"], "type": "object", "properties": fields, **closed}
+    own = {field: part for field, part in schema.items() if field != "$id" or _FOREIGN.search(json.dumps(schema))}
+    fields = {"name": {"const": name}, dialect.arguments: _moved(own, f"#/properties/{dialect.arguments}")}
+    whole = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    return {"x-guidance": guided(schema)["x-guidance"], **whole}
 
 
 def guided(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema with the usual white space, unless it has its own."""
-    own = schema.get("x-guidance", {})  # not checked yet
+    own: Any = schema.get("x-guidance", {})
     return {**schema, "x-guidance": {**WHITESPACE, **own} if isinstance(own, dict) else own}
 
 
@@ -55,7 +56,6 @@ def _moved(schema: Any, place: str, *, named: bool = False) -> Any:
             if name in _VALUES and not named
             else _moved(part, place, named=name in _NAMED and not named)
             for name, part in schema.items()
-            if named or name not in ("$id", "$schema")
         }
     return [_moved(part, place) for part in schema] if isinstance(schema, list) else schema
 

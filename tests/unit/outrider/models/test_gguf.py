@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -18,12 +19,13 @@ from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.native import NativeEngine, dequantize
 from outrider.engine.transformers.engine import TransformersEngine
-from outrider.models import INDEX
+from outrider.models import GGUF, INDEX
 from outrider.models import gguf as gguf_module
 from outrider.models.gguf import convert_gguf, load_in_place
 from outrider.models.hub import locate, locate_safetensors
 from outrider.protocol.errors import StartupError
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead, read_embeddings_and_head
+from tests import gguf_files
 from tests.gguf_files import Shape, q4_k_m, write_gguf
 
 FORMATS = {
@@ -291,7 +293,7 @@ def test_scaling_that_is_not_known_is_refused_by_name(fields: Any, vectors: Any,
 @pytest.mark.parametrize("fields", [{}, {"rope.scaling.type": "none"}], ids=["silent", "none"])
 def test_without_scaling_nothing_changes(fields: Any, tmp_path: Path) -> None:
     folder = locate(str(scaled_file(tmp_path, fields=fields)), print)
-    assert json.loads((Path(folder) / INDEX).read_text())["rope"] == {}
+    assert json.loads((Path(folder) / INDEX).read_text())["scaling"] == {}
     parameters = AutoConfig.from_pretrained(folder).rope_parameters
     assert parameters == {"rope_type": "default", "rope_theta": 10_000.0}
     assert torch.allclose(rotary_of(folder).inv_freq, UNSCALED)
@@ -313,3 +315,74 @@ def test_a_factor_without_a_kind_is_linear(tmp_path: Path) -> None:
 
 def test_a_model_without_rotary_positions_is_indexed(tmp_path: Path) -> None:
     assert Path(locate(str(write_gguf(tmp_path / "gpt2.gguf", SMALL, lambda _: "Q8_0", "gpt2")), print)).is_dir()
+
+
+def without(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have files lack the tensors with this in their names."""
+    whole = gguf_files._tensors
+    left = lambda shape, kind: ((name, size) for name, size in whole(shape, kind) if part not in name)  # noqa: E731
+    monkeypatch.setattr(gguf_files, "_tensors", left)
+
+
+@pytest.mark.parametrize("lacking", ["blk.0.ffn", "attn_norm"])
+def test_a_file_without_some_weights_is_refused(lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one part of a split file: transformers would draw them at random, and another model at each start."""
+    without(lacking, monkeypatch)
+    path = write_gguf(tmp_path / "model-00001-of-00002.gguf", SMALL, lambda _: "Q8_0")
+    with pytest.raises(StartupError, match=lacking):
+        locate(str(path), print)
+
+
+def test_a_file_with_weights_that_no_model_reads_is_refused(tmp_path: Path) -> None:
+    """Transformers reads no biases of a Llama: its texts would be others, and no check would see it."""
+    biases = {f"blk.{layer}.attn_q.bias": [3.0] * 256 for layer in range(2)}
+    path = write_gguf(tmp_path / "biases.gguf", Shape(), lambda _: "Q8_0", vectors=biases)
+    with pytest.raises(StartupError, match=r"blk\.0\.attn_q\.bias"):
+        locate(str(path), print)
+
+
+def test_what_transformers_reads_of_a_file_is_a_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of other architectures are found by it alone."""
+    folder = Path(locate(str(write_gguf(tmp_path / "whole.gguf", SMALL, lambda _: "Q8_0")), print))
+    without("ffn_down", monkeypatch)
+    (folder / GGUF).unlink()
+    write_gguf(folder / GGUF, SMALL, lambda _: "Q8_0")
+    with pytest.raises(StartupError, match=r"without model\.layers\.0\.mlp\.down_proj"):
+        convert_gguf(folder, tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
+
+
+@pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_gemma_of_27b_divides_scores_by_its_own_number(architecture: str, layers: int, tmp_path: Path) -> None:
+    """A file does not tell it; for all other sizes it is that of transformers."""
+    for count, scalar in ((layers, 64), (2, 256)):
+        shape = Shape(hidden=128, inner=32, heads=2, kv_heads=1, head_dim=32, layers=count)
+        path = write_gguf(tmp_path / f"{count}.gguf", shape, lambda _: "F16", architecture)
+        folder = Path(locate(str(path), print))
+        assert AutoConfig.from_pretrained(folder).query_pre_attn_scalar == scalar
+        assert bool(json.loads((folder / INDEX).read_text())["scaling"]) is (scalar == 64)
+
+
+def test_the_end_of_a_turn_ends_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    describe = gguf.GGUFWriter.add_eos_token_id
+
+    def with_turns(writer: gguf.GGUFWriter, number: int) -> None:
+        describe(writer, number)
+        writer.add_eot_token_id(number - 1)
+        writer.add_eom_token_id(number - 2)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_eos_token_id", with_turns)
+    loaded = load_model(str(write_gguf(tmp_path / "turns.gguf", Shape(), lambda _: "Q4_K")), options())
+    end = Shape().vocab - 1
+    assert loaded.engine.info.eos_token_ids == (end - 2, end - 1, end)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.2, 0.9], ids=["empty", "header", "most"])
+def test_a_broken_file_is_told_in_a_sentence(part: float, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "whole.gguf", SMALL, lambda _: "Q8_0")
+    content = path.read_bytes()
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(content[: int(part * len(content))] if part else b"<html>not found</html>")
+    for _ in range(2):
+        with pytest.raises(StartupError, match=r"broken\.gguf cannot be read as a GGUF file"):
+            load_model(str(broken), options())

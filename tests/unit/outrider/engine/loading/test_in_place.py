@@ -15,6 +15,7 @@ from outrider.engine.loading import loader
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.native import NativeEngine, build
 from outrider.models.gguf import empty_model, rows_in_safetensors
+from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.testing.toy_models import make_model
 from tests.architectures import save, tiny_model
@@ -128,3 +129,15 @@ def test_shards_of_an_earlier_save_are_not_read_beside_a_single_file(tmp_path: P
     save_file(old, folder / "model-00001-of-00001.safetensors")
     for name, weight in stored_weights(folder).items():
         assert torch.equal(weight.flatten(), state[name].float().flatten()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_model_without_some_weights_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Transformers would draw them: another model at each start, which every check finds right."""
+    folder = in_bfloat16(tmp_path, "toy")
+    weights = {name: each.to(dtype) for name, each in load_file(folder / "model.safetensors").items()}
+    lacking = {name: each for name, each in weights.items() if "layers.1.mlp" not in name}
+    assert len(lacking) < len(weights)
+    save_file(lacking, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StartupError, match=r"without model\.layers\.1\.mlp\.down_proj\.weight"):
+        run(folder)

@@ -131,7 +131,7 @@ def digest_of(runs: NativeEngine) -> str:
     return digest.hexdigest()[:16]
 
 
-LEVELS = ["native"] + [level for level, needed in build._LEVELS.items() if torch.cpu.get_capabilities().get(needed)]
+LEVELS = ["native"] + [level for level, needed in build.levels().items() if torch.cpu.get_capabilities().get(needed)]
 
 
 @pytest.mark.parametrize("level", LEVELS)

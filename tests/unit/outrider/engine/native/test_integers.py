@@ -27,7 +27,7 @@ from tests.unit.outrider.engine.native.test_quantized_rows import (
     random_rows,
 )
 
-LEVELS = ["native"] + [level for level, needed in build._LEVELS.items() if torch.cpu.get_capabilities().get(needed)]
+LEVELS = ["native"] + [level for level, needed in build.levels().items() if torch.cpu.get_capabilities().get(needed)]
 OUTPUTS, INPUTS = 40, 512  # outputs: no multiple of what is computed together
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -149,7 +152,7 @@ def test_activations_far_out_are_what_torch_makes_of_them(activation: str) -> No
     assert torch.allclose(found, truth, rtol=1e-3, atol=1e-3 * float(truth.abs().max()))
 
 
-LEVELS = [level for level, needed in build._LEVELS.items() if torch.cpu.get_capabilities().get(needed)]
+LEVELS = [level for level, needed in build.levels().items() if torch.cpu.get_capabilities().get(needed)]
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "gpt2": lambda: SHAPES["biases and learnt positions"],
@@ -207,7 +210,7 @@ def test_attention_in_tiles_is_that_of_vectors_and_keeps_the_bits_of_every_cut(m
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("make", [llama, KINDS["window"]], ids=["all", "window"])
+@pytest.mark.parametrize("make", [llama, KINDS["window"], KINDS["caps"]], ids=["all", "window", "caps"])
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", TILES])
 def test_a_wrong_guess_that_is_no_number_changes_nobody_elses_bits(
     make: Callable[[], Any], bad: float, cache: str
@@ -432,3 +435,38 @@ print(count_until(before))
     assert spread == before + 2
     assert rested == before
     assert loaded == before
+
+
+def test_a_kernel_without_large_pages_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("outrider.engine.native.engine.mmap.mmap", Small)
+    assert engine(llama()).extend([SessionTokens("s", TOKENS[:9])]).logits[0].isfinite().all()
+
+
+def test_the_first_layers_of_gemma_3_have_one_rotation() -> None:
+    """Five of six look back through a window."""
+    kinds = ["sliding_attention"] * 2
+    model = seeded(Gemma3ForCausalLM, Gemma3TextConfig(**SHAPE, sliding_window=40, layer_types=kinds))
+    truth = model(torch.tensor([TOKENS[:60]])).logits[0]
+    found = engine(model).extend([SessionTokens("s", TOKENS[:60])]).logits[0]
+    torch.testing.assert_close(found, truth, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("machine", "wanted"), [("aarch64", ["armv8-a"]), ("riscv64", ["native"])])
+def test_images_of_other_processors_have_kernels_that_they_use(
+    machine: str, wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    monkeypatch.setattr(build, "_AHEAD", tmp_path)
+    monkeypatch.setattr(build, "compile_for", lambda level, into: made.append(level))
+    monkeypatch.setattr(sys, "argv", ["build"])
+    build.main()
+    assert made == wanted
+    for level in made:
+        (tmp_path / f"kernels-{level}-{build._digest(level)}.so").touch()
+    found = build._built_ahead()
+    assert (found is not None) is (machine == "aarch64"), "a processor's own kernels run on its own alone"

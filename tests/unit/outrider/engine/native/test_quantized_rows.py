@@ -22,7 +22,7 @@ from outrider.protocol.fleet import ModelInfo
 from tests.unit.outrider.engine.native.tiles import tiles
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-LEVELS = [level for level, needed in build._LEVELS.items() if torch.cpu.get_capabilities().get(needed)]
+LEVELS = [level for level, needed in build.levels().items() if torch.cpu.get_capabilities().get(needed)]
 VOCAB = 208  # a multiple of 16 and of no panel
 TOKENS = torch.randint(VOCAB, (120,), generator=torch.Generator().manual_seed(3)).tolist()
 
