@@ -29,6 +29,5 @@ def read_trained(settings: DrafterSettings, method: str, progress: Callable[[str
     card, weights = cards.load(folder, method)
     matrices = read_embeddings_and_head(settings.target, progress)
     card.check_target(folder, settings.target, matrices.digest)
-    return TrainedArtifacts(
-        card, weights, matrices.on(EngineOptions.of(settings).selected_device), card.info(folder, weights)
-    )
+    device = EngineOptions.of(settings).selected_device
+    return TrainedArtifacts(card, weights, matrices.on(device), card.info(folder, weights))

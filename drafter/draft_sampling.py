@@ -57,13 +57,11 @@ def token_choices(
     return choices
 
 
-def add_choices(
-    request: DraftRequest, builder: TreeBuilder, nodes: Sequence[int], logits: torch.Tensor, ids: Ids
-) -> None:
+def add_choices(request: DraftRequest, tree: TreeBuilder, nodes: Sequence[int], logits: torch.Tensor, ids: Ids) -> None:
     """State the likeliest next tokens after nodes of a tree."""
-    choices = token_choices(request, logits, [builder.path(node) for node in nodes], ids)
+    choices = token_choices(request, logits, [tree.path(node) for node in nodes], ids)
     for node, node_choices in zip(nodes, choices, strict=True):
-        builder.add_choices(node, node_choices)
+        tree.add_choices(node, node_choices)
 
 
 def next_token(

@@ -28,6 +28,7 @@ from loadtest.options import COMMON, OWN, signature
 from loadtest.report.summary import Percentiles, Summary
 from loadtest.settings import Load, LoadTarget
 from loadtest.shapes import max_duration_s, parts
+from outrider.base.processes import end_on_signals, ending_with_parent
 from outrider.protocol.errors import InvalidRequest, StartupError
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
@@ -106,9 +107,12 @@ def run(options: list[str], folder: Path, figures: Path, api_key: str, limit_s: 
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=ending_with_parent(),
         )
         try:
             process.wait(limit_s)
+        except KeyboardInterrupt:
+            console.print("interrupted: the results are those so far")
         except subprocess.TimeoutExpired:
             console.print(f"locust did not end within {limit_s:g} s: killed")
         finally:
@@ -161,7 +165,7 @@ def _end(process: subprocess.Popen[bytes], grace_s: float = 5.0) -> None:
     """Terminate the subprocess, also after an interrupt."""
     if process.poll() is not None:
         return
-    process.terminate()
+    process.send_signal(signal.SIGINT)  # a shape's run ends without its summary on SIGTERM
     deadline = time.monotonic() + grace_s
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -178,4 +182,5 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # 
 app.command()(main)
 
 if __name__ == "__main__":
+    end_on_signals()
     app()

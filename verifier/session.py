@@ -183,16 +183,14 @@ class VerifySession:
         wanted = min(self.paying_guesses, paying) or self.max_guesses or max_guesses
         return self.tree.block(min(max_guesses, wanted), self.remaining - 1, chain=chain)
 
-    def truncate_output(
-        self, tokens: Sequence[int], complete_after: int | None = None
-    ) -> tuple[list[int], FinishReason]:
+    def truncate_output(self, tokens: Sequence[int], complete: int | None = None) -> tuple[list[int], FinishReason]:
         """Return the tokens to commit, with the reason if they end the output.
 
         The output ends with a stop token, at max_tokens, or after the first
-        `complete_after` tokens, which complete the grammar.
+        `complete` tokens, which complete the grammar.
         """
         for index, token in enumerate(tokens):
-            if token in self._stops or index + 1 == complete_after:
+            if token in self._stops or index + 1 == complete:
                 return list(tokens[: index + 1]), FinishReason.STOP
         if len(tokens) >= self.remaining:
             return list(tokens[: self.remaining]), FinishReason.LENGTH

@@ -72,11 +72,9 @@ class WholeMessages(grpc.aio.ServerInterceptor):
 
         return behaviour
 
-    async def _messages(
-        self, requests: AsyncIterator[Any], share: ByteShare, *, large: bool
-    ) -> AsyncGenerator[Any, None]:
+    async def _messages(self, sent: AsyncIterator[Any], share: ByteShare, *, large: bool) -> AsyncGenerator[Any, None]:
         try:
-            while (message := await self._read(requests, share, large=large)) is not None:
+            while (message := await self._read(sent, share, large=large)) is not None:
                 yield message
         except OutriderError as error:
             log.info("request refused", code=error.code, error=error.message)

@@ -289,12 +289,10 @@ class Estimator:
         self.pair.link(direct=direct, trust=trust)
         self._network_ms = DecayedMean(SMOOTHING)
 
-    def observe(
-        self, verdict: Verdict, plan: SpeculationPlan, wait_timeout_ms: float, drafter: BestDrafter | None
-    ) -> bool:
+    def observe(self, verdict: Verdict, plan: SpeculationPlan, timeout_ms: float, drafter: BestDrafter | None) -> bool:
         """Record a verdict under this plan; return whether its wait timed out without a guess."""
         self._observe_step(verdict, plan)
-        tree, asked, waited, reads = plan.branches > 1, plan.gamma > 0, wait_timeout_ms > 0, self.pair.reads
+        tree, asked, waited, reads = plan.branches > 1, plan.gamma > 0, timeout_ms > 0, self.pair.reads
         due, beside = asked and (waited or verdict.proposed > 0), verdict.accepted_from_branch
         self.pair.observe_verdict(verdict.proposed, verdict.accepted, due=due, from_branches=beside)
         if tree:
@@ -303,7 +301,7 @@ class Estimator:
         if asked and waited and not plan.ahead and not reads:
             step_ms = 0.0 if drafter is None else drafter.level_ms or 0.0 if tree else drafter.draft_ms
             self.pair.add(self._network_ms, max(0.0, wait_ms - verdict.proposed * step_ms))
-        timed_out = waited and wait_ms >= TIMED_OUT * wait_timeout_ms
+        timed_out = waited and wait_ms >= TIMED_OUT * timeout_ms
         in_vain = timed_out and not verdict.proposed
         if in_vain or verdict.proposed:
             self._timeout_rate.add(in_vain)

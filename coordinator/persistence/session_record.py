@@ -108,13 +108,11 @@ class SessionRecord:
     verifier: str = ""  # the last one, whose prefix cache may still match
     tenant: str = ""
 
-    def append(
-        self, tokens: Sequence[int], kinds: Sequence[TokenKind], logprobs: Sequence[TokenLogprobs | None]
-    ) -> None:
-        """Add output tokens; `logprobs` has one entry per token if they were requested, else none."""
+    def append(self, tokens: Sequence[int], kinds: Sequence[TokenKind], known: Sequence[TokenLogprobs | None]) -> None:
+        """Add output tokens; `known` has one entry per token if they were requested, else none."""
         self.tokens += tokens
         self.kinds += kinds
-        self.logprobs += logprobs
+        self.logprobs += known
 
     def cut(self, length: int) -> None:
         """Drop output tokens from `length` on."""

@@ -65,9 +65,8 @@ class SessionManager:
         self._settings = settings
         read_limits(settings.model_limits)  # a wrong one is found at the start
         self.metrics = CoordinatorMetrics(Mode)
-        self.store = Store(
-            redis_url, self.coordinator_id, settings.session_ttl_s, fleet.verifiers, self.metrics.record_skipped
-        )
+        skipped, ttl_s = self.metrics.record_skipped, settings.session_ttl_s
+        self.store = Store(redis_url, self.coordinator_id, ttl_s, fleet.verifiers, skipped)
         self.write_behind = WriteBehind(self.store)
         self._pairs = PairHistoryStore(self.store)
         self.worker_pool = WorkerPool(

@@ -49,7 +49,10 @@ VARIABLES = frozenset(PREFIX + name for name in _NAMES.split())
 
 def home() -> Path:
     """Return the folder of models and other downloads."""
-    return Path(os.environ.get("OUTRIDER_HOME") or Path.home() / ".cache" / "outrider").expanduser()
+    try:
+        return Path(os.environ.get("OUTRIDER_HOME") or Path.home() / ".cache" / "outrider").expanduser()
+    except RuntimeError as error:
+        raise StartupError("this user has no home directory: set OUTRIDER_HOME", field="OUTRIDER_HOME") from error
 
 
 def inherited_environment() -> dict[str, str]:

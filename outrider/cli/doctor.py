@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from outrider.base.config import home, option, redis_url
@@ -63,7 +64,7 @@ def doctor(
     table = Table("", "", "", "what to do", box=None)
     marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad[/red]"}
     for finding in findings:
-        table.add_row(marks[finding.state], finding.name, finding.text, finding.advice)
+        table.add_row(marks[finding.state], finding.name, escape(finding.text), escape(finding.advice))
     Console().print(table)
     if any(finding.state == "bad" for finding in findings):
         sys.exit(1)
@@ -153,7 +154,7 @@ def _port(port: int) -> Iterator[Finding]:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
-        except OSError:
+        except (OSError, OverflowError):
             yield Finding("port", "note", f"{port} is in use", "by Outrider itself, or choose another --port")
             return
     yield Finding("port", "ok", f"{port} is free")

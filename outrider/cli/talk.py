@@ -14,7 +14,7 @@ from outrider.base.config import option
 from outrider.cli import options
 from outrider.cli.show import LEGEND, as_json, escaped, explanation, show_tokens, summary
 from outrider.client.sync import DEFAULT_ENDPOINT, Client, Finished, Tokens
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.printable import printable
 
 _INTERRUPTED = 130
@@ -109,7 +109,11 @@ def chat(
             history.append(("user", line))
             request = {"chat": history, "params": params, "gamma": 0 if plain else gamma, "drafter": drafter}
             request["model"] = model
-            history.append(("assistant", _stream(client, request, colour=show_guesses)))
+            try:
+                history.append(("assistant", _stream(client, request, colour=show_guesses)))
+            except OutriderError as error:  # the conversation goes on without this line
+                history.pop()
+                typer.echo(f"outrider: {error.message}", err=True)
 
 
 def _read_line(console: Console) -> str | None:

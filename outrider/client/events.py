@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from outrider.protocol import convert
-from outrider.protocol.errors import OutriderError, PeerLost
+from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason, TokenKind, TokenLogprobs
 from outrider.protocol.statistics import GenerationStats
@@ -98,6 +98,8 @@ def collect(replies: Iterable[Reply]) -> Generation:
 
 
 def make_request(prompt: str | None, options: Options) -> pb.GenerateRequest:
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise InvalidRequest(f"{', '.join(sorted(unknown))} is no option of a request; params has those of sampling")
     request = pb.GenerateRequest(
         params=convert.params_to_proto(options.get("params") or SamplingParams()),
         # With a key a request can be repeated if its answer was lost.

@@ -44,6 +44,7 @@ class Client:
         self._timeout_s = timeout_s
         access = Channels(tls, api_key)
         self._channels = [access.channel(endpoint) for endpoint in endpoints]
+        self._stubs = [rpc.OutriderStub(channel) for channel in self._channels]  # gRPC crashes if made after close()
         self._endpoint_rotation = EndpointRotation(len(self._channels))
 
     def __enter__(self) -> Self:
@@ -89,7 +90,7 @@ class Client:
         return convert.server_info_from_proto(info)
 
     def _stub(self) -> rpc.OutriderStub:
-        return rpc.OutriderStub(self._channels[self._endpoint_rotation.present])
+        return self._stubs[self._endpoint_rotation.present]
 
     def _stream(self, progress: StreamProgress) -> Iterator[Reply]:
         while True:

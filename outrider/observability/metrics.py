@@ -134,7 +134,7 @@ class CoordinatorMetrics(Metrics):
             model,
         )
         self.whole = histogram(
-            "e2e_request_latency_seconds", "Per finished request: from its arrival to its end.", _WHOLE_S, model
+            "e2e_request_latency_seconds", "Finished requests, from arrival to end.", _WHOLE_S, model
         )
         self.prompt = histogram("request_prompt_tokens", "Per finished request: prompt tokens.", _TOKENS, model)
         self.output = histogram("request_generation_tokens", "Per finished request: output tokens.", _TOKENS, model)

@@ -48,9 +48,7 @@ def check_guess(guess: common.Guess) -> None:
         check_count(f"{name}.weights", len(distribution.weights), "weights", MAX_CANDIDATES)
     check_bytes("guess", guess, MAX_GUESS_BYTES)
     if guess.parents and len(guess.parents) != len(guess.tokens):
-        raise InvalidRequest.of(
-            "guess.parents", f"{len(guess.parents)} parents", f"none or as many as tokens, {len(guess.tokens)}"
-        )
+        raise InvalidRequest.of("guess.parents", f"{len(guess.parents)} parents", f"none or {len(guess.tokens)}")
     for i, parent in enumerate(guess.parents):
         if parent > i:
             raise InvalidRequest.of(f"guess.parents[{i}]", parent, f"at most {i}: an earlier token")

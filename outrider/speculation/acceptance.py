@@ -148,10 +148,7 @@ def _ratios(guesses: Sequence[Guess], starts: Sequence[int], target: torch.Tenso
     row, token = to_device(torch.tensor(places, dtype=torch.int64).view(-1, 2).T.contiguous(), target.device)
     likely = iter(target[row, token].tolist())
     return [
-        [
-            next(likely) / draft_prob(drawn_from, token)
-            for token, drawn_from in zip(each.tokens, each.draft_probs, strict=True)
-        ]
+        [next(likely) / draft_prob(drawn, token) for token, drawn in zip(each.tokens, each.draft_probs, strict=True)]
         for each in guesses
     ]
 

@@ -140,9 +140,8 @@ class _StepRows:
         if not needs.adjusted:  # verify_drawn asks in any case
             return rows
         sessions = [(self._sessions[index], self._blocks[index].paths) for index in members]
-        return sampling.adjust_all(
-            rows, [Continuations(each.params, each.history, paths, each.allowed) for each, paths in sessions]
-        )
+        needed = [Continuations(each.params, each.history, paths, each.allowed) for each, paths in sessions]
+        return sampling.adjust_all(rows, needed)
 
     def _select(self, values: torch.Tensor, members: Sequence[int]) -> torch.Tensor:
         """Return the members' rows, without a copy where they are adjacent."""

@@ -64,9 +64,8 @@ async def requests_of(
         ready = replace(await prepare(request, target, settings, default_tokens=default), drawn_seed=body.seed is None)
         seed = ready.params.seed
         assert seed is not None
-        requests += [
-            replace(ready, params=ready.params.with_seed((seed + n) % (MAX_SEED + 1))) for n in range(body.choices)
-        ]
+        seeds = ((seed + number) % (MAX_SEED + 1) for number in range(body.choices))
+        requests += [replace(ready, params=ready.params.with_seed(each)) for each in seeds]
     return requests
 
 

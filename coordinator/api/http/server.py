@@ -38,9 +38,8 @@ class HttpServer:
     def __init__(self, app: ASGIApp, settings: CoordinatorSettings, credentials: Credentials) -> None:
         self._socket = _listen(settings.host, settings.http_port)
         self.address = f"{settings.host}:{self._socket.getsockname()[1]}"
-        connection = partial(
-            Connection, Connections(max_connections(settings)), settings.open_timeout_s, settings.write_timeout_s
-        )
+        open_ = Connections(max_connections(settings))
+        connection = partial(Connection, open_, settings.open_timeout_s, settings.write_timeout_s)
         config = uvicorn.Config(
             app,
             http=connection,  # type: ignore[arg-type]

@@ -46,7 +46,8 @@ class NetworkRuns:
     @property
     def first_tokens_per_s(self) -> float:
         """Return the throughput of the first tokens, not counting the first one."""
-        return statistics.median(1000 * _FIRST_TOKENS / max(1e-6, sum(r.gaps_ms[:_FIRST_TOKENS])) for r in self.runs)
+        firsts = [run.gaps_ms[:_FIRST_TOKENS] for run in self.runs]
+        return statistics.median(1000 * len(gaps) / max(1e-6, sum(gaps)) for gaps in firsts)
 
     def row(self) -> Row:
         stats = [run.stats for run in self.runs]

@@ -91,7 +91,7 @@ class NetworkMeasurement:
             nonlocal began
             now = time.perf_counter()
             began = began or now
-            if count >= self._tokens * (len(taken) + 1):
+            while count >= self._tokens * (len(taken) + 1):  # one message may end several parts
                 taken.append(now - began)
                 began = now
                 if len(taken) < len(_DRIFT):

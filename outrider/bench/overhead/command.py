@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.base.config import option
-from outrider.bench.common.report import Row, Times, write_json
+from outrider.bench.common.report import Row, Times, check_files, write_json
 from outrider.bench.common.timed_output import TimedOutput, timed
 from outrider.bench.overhead.concurrent_rounds import ENDLESS, measure_rounds, show_rounds
 from outrider.client.sync import Client
@@ -36,6 +36,7 @@ def overhead(
 
     The services and sockets are real. The mock engines answer at once, so all measured time is overhead.
     """
+    check_files(json_file, None)
     given = sessions.split(",") if sessions else []
     if not all(part.strip().isdecimal() and 0 < int(part) <= _MOST_SESSIONS for part in given):
         raise InvalidRequest.of("--sessions", sessions, f"numbers from 1 to {_MOST_SESSIONS}, separated by commas")

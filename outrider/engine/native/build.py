@@ -37,7 +37,10 @@ class NoCompiler(Exception):
 @cache
 def library() -> ctypes.CDLL:
     """Return the kernels for this machine. Raises NoCompiler."""
-    return load(_built_ahead() or compile_for("native", home() / "kernels"))
+    try:
+        return load(_built_ahead() or compile_for("native", home() / "kernels"))
+    except OSError as error:
+        raise NoCompiler(f"the kernels cannot be kept: {error}") from error
 
 
 def identity() -> str:

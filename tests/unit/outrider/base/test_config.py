@@ -228,3 +228,13 @@ def test_a_door_to_others_needs_keys_or_a_word(kind: type[config.Settings], host
         {"host": "::1"},
     ):
         config.require_keys_or_insecure(kind(**{"host": host} | more))
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("OUTRIDER_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", nowhere)
+    with pytest.raises(StartupError, match="set OUTRIDER_HOME"):
+        config.home()

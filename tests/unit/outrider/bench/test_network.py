@@ -53,3 +53,9 @@ def test_narrow_links_are_not_predicted() -> None:
     narrow = results(plain_ms=40.0, in_turns_ms=60.0)
     narrow.measured[LinkCase(15.0, kib_per_s=32.0)] = narrow.measured[LinkCase(5.0)]
     assert all(not link.kib_per_s for link, _ in prediction_cases(narrow))
+
+
+@pytest.mark.parametrize("tokens", [192, 96, 32, 8])
+def test_the_rate_of_the_first_tokens_is_that_of_short_answers_too(tokens: int) -> None:
+    runs = NetworkRuns([NetworkRun((1,) * tokens, (40.0,) * (tokens - 1), None)])  # type: ignore[arg-type]
+    assert runs.first_tokens_per_s == pytest.approx(25.0)

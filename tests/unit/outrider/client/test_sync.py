@@ -10,6 +10,7 @@ import pytest
 from grpc import _channel
 
 from outrider.client.sync import Client
+from outrider.protocol.errors import OutriderError
 
 _CLOSES_S = 20.0
 
@@ -27,9 +28,16 @@ def test_ctrl_c_while_a_call_begins_does_not_keep_the_client_from_closing(monkey
     monkeypatch.setattr(_channel, "_run_channel_spin_thread", interrupted)
     client = Client(["127.0.0.1:1"])
     with pytest.raises(KeyboardInterrupt):
-        next(client.generate("One", max_tokens=1))
+        next(client.generate("One"))
     closing = threading.Thread(target=client.close, daemon=True)
     closing.start()
     closing.join(_CLOSES_S)
     assert began.is_set()
     assert not closing.is_alive()
+
+
+def test_a_closed_client_raises_and_ends_no_process() -> None:
+    client = Client(["127.0.0.1:1"])
+    client.close()
+    with pytest.raises((ValueError, OutriderError)):
+        client.server()
