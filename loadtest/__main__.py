@@ -161,7 +161,7 @@ def _pair(times: Percentiles) -> str:
     return f"{times.p50:.0f} / {times.p95:.0f} ms" if times.p50 is not None and times.p95 is not None else "–"
 
 
-def _end(process: subprocess.Popen[bytes], grace_s: float = 5.0) -> None:
+def _end(process: subprocess.Popen[bytes], grace_s: float = 30.0) -> None:
     """Terminate the subprocess, also after an interrupt."""
     if process.poll() is not None:
         return

@@ -95,9 +95,8 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
             self._refuse_states(session)
         try:
             with StreamSpan(self._tracing, "verify", request_context, session.id) as span:
-                yield pb.VerifyReply(
-                    opened=pb.Opened(position=len(session.committed), model=convert.model_to_proto(self._target.info))
-                )
+                model = convert.model_to_proto(self._target.info)
+                yield pb.VerifyReply(opened=pb.Opened(position=len(session.committed), model=model))
                 async with background(self._receive(session, requests)) as receiving:
                     while not isinstance(reply := await session.outbox.get(), Ended):
                         if session.resume_after_read():

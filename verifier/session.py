@@ -95,9 +95,8 @@ class VerifySession:
         self.committed = list(opening.tokens)
         self.hidden_states = HiddenStateBuffer(opening.hidden_states, opening.cache_salt, self.committed)
         self.outbox: asyncio.Queue[Verdict | Rejection | EarlierStates | Ended] = asyncio.Queue()
-        self.tree = GuessTree(
-            self.committed, single=self.params.mode.needs_draft_probs, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA
-        )
+        single = self.params.mode.needs_draft_probs
+        self.tree = GuessTree(self.committed, single=single, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA)
         assert self.params.seed is not None
         self.chance: RandomSource = SeededNoise(self.params.seed)
         own = (self.committed, self.prompt_length, model.vocab_size, device)

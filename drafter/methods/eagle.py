@@ -116,16 +116,14 @@ class EagleDrafter:
         chains = self._chains if alone and request.branches == 1 and draws_plainly(request) else None
         if chains and (drafted := self._draft_at_once(request, state, chains)):
             return drafted
-        yield from self._compute_new_states(request, state)
+        yield from self._compute_new(request, state)
         if not state.outputs:
             return request.chain(done=True)  # no hidden states of the target yet
         if chains:
             yield from self._compute_path(request, state, request.tokens[state.path_start : -1])
         return (chains and self._draft_at_once(request, state, chains)) or (yield from draft(request, state))
 
-    def _compute_new_states(
-        self, request: DraftRequest, state: _EagleSession
-    ) -> Generator[SessionTokens, _LayerOutput, None]:
+    def _compute_new(self, request: DraftRequest, state: _EagleSession) -> Generator[SessionTokens, _LayerOutput, None]:
         """Compute the positions of the target's new states, in place of the predicted states there."""
         if state.new_states:
             state.path, state.outputs = [], []

@@ -89,6 +89,6 @@ def main() -> None:
         hint = "\nIs a coordinator running there? `outrider up` starts one." if isinstance(error, PeerLost) else ""
         typer.echo(f"outrider: {error.message}{hint}", err=True)
         sys.exit(1)
-    except (OSError, UnicodeError) as error:  # a file, folder or pipe that cannot be used, or text that is no Unicode
+    except (OSError, ValueError) as error:  # such as a file that cannot be used, or a number that no message can hold
         typer.echo(f"outrider: {error}", err=True)
         sys.exit(1)

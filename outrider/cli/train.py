@@ -42,9 +42,7 @@ def train(
     learning_rate: Annotated[float, option("--learning-rate", "Peak learning rate.", min=1e-7, max=1.0)] = 1e-3,
     seed: Annotated[int, option("--seed", "Equal seeds give equal data in equal order.", min=0)] = 0,
     device: Annotated[str, option("--device", "auto, cpu or cuda:N.")] = "auto",
-    data_home: Annotated[
-        Path | None, option("--data", "Folder of texts. Default: OUTRIDER_HOME/training/data.")
-    ] = None,
+    data_home: Annotated[Path | None, option("--data", "Folder of texts; empty: OUTRIDER_HOME/training/data.")] = None,
     restart: Annotated[bool, option("--restart", "Start again and ignore an interrupted run.")] = False,
 ) -> None:
     """Train a drafter on texts that the target generates.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.rule import Rule
 from rich.spinner import Spinner
 from rich.table import Table
@@ -129,17 +131,18 @@ def up(
         with Starting(console) as view, stack(plan, view.tick) as running:
             view.done()
             endpoints = ",".join(running.endpoints)
-            console.print(f"[bold green]ready[/bold green]  gRPC at [bold]{endpoints}[/bold]  logs in {running.folder}")
+            logs = escape(str(running.folder))
+            console.print(f"[bold green]ready[/bold green]  gRPC at [bold]{endpoints}[/bold]  logs in {logs}")
             if http_port >= 0:
                 console.print(f"playground at [bold]{running.web}[/bold], OpenAI API at {running.web}/v1")
             if plan.others:
                 console.print(f"models: {', '.join(each.name for each in plan.targets)}")
             example = f'outrider generate --endpoint {endpoints}{_tls_flags(running.plan)} --chat "Who are you?"'
-            console.print(f"try: {example}   Ctrl-C stops", soft_wrap=True)
+            console.print(f"try: {escape(example)}   Ctrl-C stops", soft_wrap=True)
             if running.state is not None:
                 kept = ["sessions"] * (not redis_url()) + ["keys for further workers"] * (not fleet_key)
                 until = "" if running.state.kept else " until this ends"
-                console.print(f"{' and '.join(kept) or 'files'} are in {running.state.folder}{until}")
+                console.print(f"{' and '.join(kept) or 'files'} are in {escape(str(running.state.folder))}{until}")
             if api_keys:
                 console.print("clients need one of the API keys: --api-key or OUTRIDER_API_KEY")
             watch(running, console.print)
@@ -206,7 +209,8 @@ def _show_both(console: Console, client: Client, max_tokens: int, plan: LaunchPl
         before, after = plain.stats.tokens_per_second, speculated.stats.tokens_per_second
         per_step = speculated.output_tokens / max(1, speculated.stats.steps)
         same = text == plain_text
-        table.add_row(name, f"{before:.1f}", f"{after:.1f}", f"{per_step:.2f}", f"{after / before:.2f}", str(same))
+        times = f"{after / before:.2f}" if before else "-"
+        table.add_row(name, f"{before:.1f}", f"{after:.1f}", f"{per_step:.2f}", times, str(same))
         equal &= same
     console.print(table)
     target = DEFAULT_NAME if plan.target == DEFAULT else plan.target
@@ -235,7 +239,7 @@ def _tls_flags(plan: LaunchPlan) -> str:
     if not plan.tls_cert:
         return ""
     name = "" if plan.tls else f" --tls-name {plan.tls_name}"  # our own certificate names this machine
-    return f" --tls-ca {plan.tls_ca or SYSTEM}{name}"
+    return f" --tls-ca {shlex.quote(plan.tls_ca or SYSTEM)}{name}"
 
 
 class Starting:

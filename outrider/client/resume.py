@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ class StreamProgress:
         self._first_tries = _FIRST_TRIES + endpoints
         self._since = 0  # position at which the present stream started
         self._give_up: float | None = None
+        self._until: float | None = None  # of all streams together
 
     def request(self) -> pb.GenerateRequest | pb.ResumeRequest:
         """Return the request of the next stream: the first, or one that resumes."""
@@ -43,6 +45,9 @@ class StreamProgress:
 
     def call(self, stub: Any, timeout_s: float | None) -> Any:
         """Start the next stream, with the synchronous or the asynchronous stub."""
+        if timeout_s is not None:
+            self._until = self._until or time.monotonic() + timeout_s
+            timeout_s = max(0.0, self._until - time.monotonic())
         request = self.request()
         method = stub.Resume if isinstance(request, pb.ResumeRequest) else stub.Generate
         return method(request, timeout=timeout_s)

@@ -113,9 +113,7 @@ def _check_tensors(stored: set[str], architecture: str, model: PreTrainedModel) 
     differing = sorted(map(str, (stored ^ wanted) - {"output.weight"}))
     if odd := [name for name in differing if not name.startswith("rope_") and "attn_rot_embd" not in name]:
         message = f"a {architecture} GGUF file lacks these weights, or no model reads them"
-        raise StartupError(
-            f"{message}: {', '.join(odd[:3])}", field="target", value=odd[0], limit="a whole known model"
-        )
+        raise StartupError(f"{message}: {', '.join(odd[:3])}", field="target", value=odd[0], limit="a known model")
 
 
 def _tensor_names(architecture: str, config: Any) -> gguf.TensorNameMap:

@@ -133,9 +133,7 @@ class CoordinatorMetrics(Metrics):
             _BETWEEN_TOKENS_S,
             model,
         )
-        self.whole = histogram(
-            "e2e_request_latency_seconds", "Finished requests, from arrival to end.", _WHOLE_S, model
-        )
+        self.whole = histogram("e2e_request_latency_seconds", "Finished requests: arrival to end.", _WHOLE_S, model)
         self.prompt = histogram("request_prompt_tokens", "Per finished request: prompt tokens.", _TOKENS, model)
         self.output = histogram("request_generation_tokens", "Per finished request: output tokens.", _TOKENS, model)
 
@@ -163,9 +161,7 @@ class CoordinatorMetrics(Metrics):
         self.bytes_per_accepted = histogram(
             "bytes_per_accepted_token", "Per finished request: bytes of guesses per accepted token.", _BYTES, model
         )
-        self.hidden_bytes = counter(
-            "hidden_state_bytes", "Hidden states for drafters, bytes, at a request's end.", model
-        )
+        self.hidden_bytes = counter("hidden_state_bytes", "Hidden states for drafters, bytes, at the end.", model)
 
         # The fleet.
         self.failovers = counter("failovers", "Verifiers lost during a request.", model)

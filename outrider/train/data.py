@@ -261,9 +261,8 @@ def _save(path: Path, examples: Sequence[Example]) -> None:
 def _load(path: Path) -> Iterator[Example]:
     try:
         with safe_open(path, "pt") as shard:
-            tokens, lengths, prompts, final = (
-                shard.get_tensor(name) for name in ("tokens", "lengths", "prompt_lengths", "features")
-            )
+            names = ("tokens", "lengths", "prompt_lengths", "features")
+            tokens, lengths, prompts, final = map(shard.get_tensor, names)
             states = shard.get_tensor("states") if "states" in shard.keys() else final[:, :0]  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise StartupError(f"cannot read {path}: {error}; delete it to generate it again") from error

@@ -30,6 +30,7 @@ from outrider.train.methods.eagle import EagleMethod
 from outrider.train.methods.interface import Method, TrainingInputs
 from outrider.train.methods.language_model import LanguageMethod, distilled, early_exit
 from outrider.train.methods.medusa import MedusaMethod
+from outrider.train.methods.published_markov import MARKOV_HEADS
 from outrider.train.published.method import FORMATS, MODEL, DsparkMethod, Eagle3Method, TrainedCheckpoint, state_layers
 
 _HELD_OUT_SHARE = 20  # one in 20 of the user's prompts is held out
@@ -66,6 +67,10 @@ class TrainingOrder:
         """Raise StartupError for an unknown method, or a folder that holds a result."""
         if self.method not in METHODS:
             raise StartupError.of("method", self.method, f"one of {', '.join(METHODS)}")
+        if self.start and self.method != "eagle":
+            raise StartupError.of("from", self.start, "given with eagle only")
+        if self.markov not in MARKOV_HEADS:
+            raise StartupError.of("markov", self.markov, f"one of {', '.join(MARKOV_HEADS)}")
         if cards.is_trained(str(self.out)) and not self.restart and not (self.out / loop.CHECKPOINT).is_file():
             problem = f"{self.out} holds a trained drafter already"
             message = f"{problem}; name another folder, or train it again with --restart"

@@ -190,6 +190,8 @@ def test_a_damaged_drafter_is_told(made: dict[str, Made], tmp_path: Path) -> Non
     ("change", "said"),
     [
         ({"method": "magic"}, "method is magic, must be one of"),
+        ({"method": "medusa", "start": "/nowhere"}, "from is /nowhere, must be given with eagle only"),
+        ({"method": "dspark", "markov": "foo"}, "markov is foo, must be one of"),
         ({"prompts": Path("/nowhere.jsonl")}, "cannot read"),
         ({"target": "/nowhere"}, "no model at"),
         ({"device": "cuda:77"}, "CUDA|cuda"),

@@ -71,10 +71,7 @@ async def requests_of(
 
 def inputs_of(body: CompletionBody) -> list[ClientRequest]:
     """Return one request per prompt. Without a seed in the body each prompt draws its own."""
-    return [
-        input_of(body, prompt=prompt) if isinstance(prompt, str) else input_of(body, tokens=prompt)
-        for prompt in body.prompts
-    ]
+    return [input_of(body, prompt=it) if isinstance(it, str) else input_of(body, tokens=it) for it in body.prompts]
 
 
 def input_of(body: ChatOptions | CompletionBody, **given: Any) -> ClientRequest:

@@ -38,9 +38,8 @@ class Decoder:
         self._final = _TorchNorm(spec.final, weight.dtype)
         self._rotated = spec.rotated
         self._rotations = [_table(rotate, positions, spec.head_dim, weight) for rotate in spec.rotations]
-        self._cache = torch.zeros(
-            (len(spec.layers), 2 * spec.kv_heads, slots, spec.head_dim), dtype=weight.dtype, device=weight.device
-        )
+        size = (len(spec.layers), 2 * spec.kv_heads, slots, spec.head_dim)
+        self._cache = torch.zeros(size, dtype=weight.dtype, device=weight.device)
         # Tokens whose embedding is not finite:
         self._not_finite = torch.zeros(slots, dtype=torch.uint8, device=weight.device)
         windows = [layer.window for layer in spec.layers]

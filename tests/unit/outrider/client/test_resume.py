@@ -113,3 +113,22 @@ def test_whole_is_all_of_it() -> None:
     assert (made.text, made.token_ids, made.started.seed) == ("xxx!", (5, 6, 7), 7)
     with pytest.raises(PeerLost):
         collect(reply for reply in replies[:-1] if reply is not None)
+
+
+def test_all_streams_of_an_output_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float | None] = []
+
+    class Stub:
+        def Generate(self, request: pb.GenerateRequest, timeout: float | None) -> None:
+            given.append(timeout)
+
+        Resume = Generate
+
+    now = iter([100.0, 100.0, 104.0, 111.0])
+    monkeypatch.setattr("outrider.client.resume.time.monotonic", lambda: next(now))
+    progress = StreamProgress(make_request("x", {}), endpoints=1)
+    for _ in range(3):
+        progress.call(Stub(), 10.0)
+    assert given == [10.0, 6.0, 0.0]
+    StreamProgress(make_request("x", {}), endpoints=1).call(Stub(), None)
+    assert given[-1] is None
