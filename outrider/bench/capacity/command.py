@@ -87,7 +87,7 @@ def capacity(
 
 def _compare_places(quick: bool, gamma: int, acceptance: float, json_file: Path | None) -> None:
     counts = (2, 4, 8) if quick else (2, 4, 6, 8, 12, 16)
-    tokens = 48 if quick else 96
+    tokens = max(48 if quick else 96, 6 * (gamma + 1))  # several verdicts, however many guesses hold
     console = Console()
     rows: list[Row] = []
     summary: dict[str, Any] = {"sessions_ratio": {}, "bound": {}, "of_bound": {}}

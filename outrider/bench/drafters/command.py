@@ -158,7 +158,8 @@ def _measure(
             exits.callback(subprocess.Popen([sys.executable, "-c", _BUSY, str(os.getpid())]).kill)
         runs = schedule.run(requests, turns)
     where = {"target": info.name, "weights": info.dtype, "device": info.device, "threads": plan.threads or "auto"}
-    return Comparison(runs), where | _versions(others)
+    failed = {"failed": schedule.failure} if schedule.failure else {}
+    return Comparison(runs), where | _versions(others) | failed
 
 
 def _encoded(model: str, texts: Sequence[Any]) -> list[tuple[str, list[int]]]:
@@ -192,6 +193,8 @@ def _report(
         import_on_use("matplotlib", "bench", "outrider.bench.drafters.plot").draw(
             rows, comparison.kinds, [setup.name for setup in chosen], where, plot_file
         )
+    if "failed" in where:
+        raise OutriderError(where["failed"])
     changed = [each for each in summary["differences"] if each["engine"] == OUTRIDER]
     if changed:
         first = changed[0]

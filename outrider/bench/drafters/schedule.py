@@ -11,7 +11,7 @@ from outrider.bench.drafters import setups
 from outrider.bench.drafters.comparison import MODES, OUTRIDER, PLAIN, BenchRequest, Candidate, TimedAnswer, Trial
 from outrider.bench.drafters.peers import Peer
 from outrider.client.sync import Client
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, OutriderError
 
 _WARM_UP_TOKENS = 16
 _SEEDS_PER_ROUND = 1000
@@ -75,6 +75,7 @@ class Schedule:
         self._clients = clients
         self._peers = peers
         self._gamma = gamma
+        self.failure = ""  # that ended it early
 
     def candidates(self, request: BenchRequest) -> Iterator[tuple[Candidate, Measure]]:
         """Yield the candidates for this request in their order."""
@@ -96,7 +97,7 @@ class Schedule:
             measure(short)
 
     def run(self, requests: Sequence[BenchRequest], progress: TurnProgress) -> list[Trial]:
-        """Measure all requests; after an interruption return those that every candidate has answered."""
+        """Measure all requests; after an interruption or a failure return those that every candidate has answered."""
         turns = [(request, list(self.candidates(request))) for request in requests]
         total = sum(len(candidates) for _, candidates in turns)
         progress.set_text(f"{total} answers")
@@ -109,10 +110,12 @@ class Schedule:
                     progress.show(text, len(runs) + len(trials), total)
                     trials.append(Trial(candidate, request, measure(request)))
                 runs += trials
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, OutriderError) as error:
             if not runs:
                 raise
-            progress.set_text(f"interrupted: the results are those of {len(runs)} of {total} answers")
+            self.failure = error.message if isinstance(error, OutriderError) else ""
+            ended = "failed" if self.failure else "interrupted"
+            progress.set_text(f"{ended}: the results are those of {len(runs)} of {total} answers")
         return runs
 
 

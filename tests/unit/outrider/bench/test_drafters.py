@@ -33,7 +33,7 @@ from outrider.bench.drafters.peers import (
     vllm_recipes,
 )
 from outrider.bench.drafters.schedule import DraftersExtent, Measure, Schedule, bench_requests
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost
 from outrider.protocol.sampling_params import Verification
 from outrider.protocol.statistics import DrafterStats, GenerationStats
 
@@ -262,6 +262,30 @@ def test_an_interruption_keeps_what_all_candidates_have_answered(capsys: pytest.
     ]
     assert "the results are those of 4 of 8 answers" in capsys.readouterr().err
     assert [row["speedup_vs_plain"] for row in Comparison(runs).rows()] == [1, 2]
+
+
+class FailedSchedule(TerminatedSchedule):
+    """The same; a peer ends there."""
+
+    def interrupted(self, request: BenchRequest) -> TimedAnswer:
+        raise PeerLost("llama.cpp has ended")
+
+
+def test_a_failure_keeps_them_and_is_told_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = FailedSchedule({}, [], 4)
+    requests = [replace(REQUEST, number=number) for number in range(4)]
+    with turn_progress() as progress:
+        runs = schedule.run(requests, progress)
+    assert len(runs) == 6
+    assert "failed: the results are those of 6 of 12 answers" in capsys.readouterr().err
+    shown: list[object] = []
+    monkeypatch.setattr(command, "_show", lambda *given: shown.append(given))
+    with pytest.raises(OutriderError, match=r"llama\.cpp has ended"):
+        command._report(Comparison(runs), [], {"failed": schedule.failure}, tmp_path / "bench.json", None)
+    assert shown
+    assert (tmp_path / "bench.json").exists()
 
 
 def test_sigterm_keeps_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
