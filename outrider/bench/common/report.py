@@ -57,7 +57,7 @@ def check_files(json_file: Path | None, plot_file: Path | None) -> None:
     """Reject output files that cannot be written, before minutes of measuring."""
     for flag, file in (("--json", json_file), ("--plot", plot_file)):
         if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
-            raise InvalidRequest.of(flag, file, "a file in a folder that can be written")
+            raise InvalidRequest.of(flag, file, "a file in a folder that exists and can be written")
     if plot_file is not None:
         if plot_file.suffix != ".png":
             raise InvalidRequest.of("--plot", plot_file, "a .png file")
