@@ -138,8 +138,9 @@ def test_the_newer_runner_draws_as_without_guesses(
 ) -> None:
     # vLLM's kernel for top-k and top-p does not run in Triton's interpreter; its other implementation is in PyTorch.
     monkeypatch.setattr("vllm.v1.sample.ops.topk_topp_sampler.HAS_TRITON", False)
-    # The interpreter pays for each guess as for a step, so γ control would stop guessing.
-    flat = lambda **took: VerifyTimings(**took | {"step_us": 150_000})  # noqa: E731
+    # The interpreter pays for each guess as for a step, so γ control would stop guessing. A coordinator believes no
+    # step that is longer than the time that passed: on a fast machine 150 ms were that long.
+    flat = lambda **took: VerifyTimings(**took | {"step_us": 20_000})  # noqa: E731
     monkeypatch.setattr(attached_scheduler, "VerifyTimings", flat)
     coordinator.start()
     drafter.start()
