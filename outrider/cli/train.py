@@ -30,7 +30,7 @@ def train(
     prompts: Annotated[Path | None, option("--prompts", "JSON lines with `prompt`. Default: included ones.")] = None,
     num_examples: Annotated[int, option("--examples", "Texts of the target to learn; 0: one per prompt.", min=0)] = 0,
     max_tokens: Annotated[int, option("--max-tokens", "Maximum length of a generated text.", min=8)] = 160,
-    learn_tokens: Annotated[int, option("--tokens", "Training tokens, counted in each epoch.", min=1)] = 5_000_000,
+    learn_tokens: Annotated[int, option("--tokens", "Tokens to train on, over all epochs.", min=1)] = 5_000_000,
     num_ids: Annotated[int, option("--vocabulary", "Token ids to draft, the most frequent ones.", min=16)] = 8192,
     layers: Annotated[int, option("--layers", "Decoder layers to train; medusa has none.", min=1)] = 1,
     heads: Annotated[int, option("--heads", "Tokens ahead: heads of medusa, a block of dspark.", min=1, max=16)] = 4,

@@ -174,7 +174,7 @@ class CoordinatorMetrics(Metrics):
         )
         self.violations = CallbackCounter("protocol_violations", "Violations by workers.", ("role",), self.registry)
         self.round_trips = gauge("worker_round_trip_seconds", "Round trip, smoothed.", "role", "kind", "worker")
-        self.worker_sessions = gauge("worker_sessions", "This coordinator's, on a worker.", "role", "kind", "worker")
+        self.worker_sessions = gauge("worker_sessions", "Our sessions on a worker.", "role", "kind", "worker")
         self.redis_up = gauge("redis_up", "1 while Redis answers: sessions survive this coordinator.")
         self.unwritten = gauge("unwritten_sessions", "Sessions with changes not yet written to Redis.")
         self.records_skipped = counter(

@@ -147,7 +147,7 @@ class SpeculationWish(Body):
 class GenerationBody(Body):
     """Fields that chat and completions share."""
 
-    model: str | None = Field(None, max_length=LONGEST["model"], description="As in /v1/models; absent: the only one.")
+    model: str | None = Field(None, max_length=LONGEST["model"], description="Of /v1/models; absent: the default one.")
     temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy, else at least 1e-6; default 1.")
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)

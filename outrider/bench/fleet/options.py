@@ -36,7 +36,7 @@ Sessions = Annotated[
 ]
 Seconds = Annotated[
     float | None,
-    option("--seconds", "Of each measurement; 10, or 4 with --quick.", min=1, max=60, show_default=False, **_PANEL),
+    option("--seconds", "Per measurement; 10, or 4 with --quick.", min=1, max=60, show_default=False, **_PANEL),
 ]
 Tokens = Annotated[
     int, option("--tokens", "Mean length of an answer; answers have half to one and a half of it.", min=2, **_PANEL)

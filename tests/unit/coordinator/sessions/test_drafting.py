@@ -286,12 +286,18 @@ class NoPairs:
         return None
 
 
-async def test_a_direct_drafter_that_does_not_open_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def beside_a_refusing_drafter(monkeypatch: pytest.MonkeyPatch) -> tuple[Session, OneDrafter]:
     session = Session()
     drafting, pool = session.drafting, OneDrafter(session.connection)
     monkeypatch.setattr(session.connection, "start_session", lambda metadata: Refusing())
     pairs = PairHistoryStore(cast(Store, cast(Any, NoPairs())))
     drafting._context = replace(drafting._context, worker_pool=cast(WorkerPool, cast(Any, pool)), pairs=pairs)
+    return session, pool
+
+
+async def test_a_direct_drafter_that_does_not_open_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, pool = beside_a_refusing_drafter(monkeypatch)
+    drafting = session.drafting
     drafting._chooser = DrafterChooser(drafting._context.worker_pool, MODEL, "", lambda drafter: True)
     verifier = SameProcess(session.connection, session.record, MODEL, Span(), VerifySteering())
     async with drafting.attached_to(verifier):
@@ -303,11 +309,8 @@ async def test_a_direct_drafter_that_does_not_open_is_tried_again(monkeypatch: p
 
 
 async def test_the_next_drafter_is_judged_by_its_own_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = Session()
-    drafting, pool = session.drafting, OneDrafter(session.connection)
-    monkeypatch.setattr(session.connection, "start_session", lambda metadata: Refusing())
-    pairs = PairHistoryStore(cast(Store, cast(Any, NoPairs())))
-    drafting._context = replace(drafting._context, worker_pool=cast(WorkerPool, cast(Any, pool)), pairs=pairs)
+    session, _ = beside_a_refusing_drafter(monkeypatch)
+    drafting = session.drafting
     estimator = drafting._estimator
     verifier = SameProcess(session.connection, session.record, MODEL, Span(), VerifySteering())
     for beside in (True, False):
