@@ -254,13 +254,14 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> EagleDra
 
 
 def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str], None]) -> Engine:
-    """Return a warmed-up engine for the layer alone; its weights are in bfloat16, on a CPU in eight or four bits."""
+    """Return a warmed-up engine for the layer alone; its weights are in bfloat16, on a CPU in four bits."""
     options = replace(EngineOptions.of(settings), prefix_tokens=0)  # its cache depends on states as well as tokens
     device = options.selected_device
     unset = (settings.dtype, settings.quantization) == ("auto", "none")
     if unset and device.type == "cpu" and options.engine != "transformers":
         with suppress(NoCompiler):
-            options = replace(options, quantization="int8" if library().outrider_tiles() else "int4")  # fewer bytes
+            library()
+            options = replace(options, quantization="int4")  # fewest bytes
     dtype = torch.bfloat16 if settings.dtype == "auto" else pick_dtype(settings.dtype, device)
     body = eagle.body.eval()
     for weight in body.parameters():  # not the buffers: rotation frequencies stay in float32

@@ -29,7 +29,7 @@ from outrider.protocol.fleet import ModelInfo
 _LARGE_PAGE = 2 << 20
 _MAPPING = 256 << 20
 _LINE = 64
-_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+_KINDS = {"float32": 0, "bfloat16": 1, "int4": 2, "int8": 3}
 _FLOATS, _TILES, _INTEGERS = range(3)
 _NAMES = {_TILES: "tiles 2", _INTEGERS: "integers 1"}  # with the version of their bits
 _NORMS = {"rms": 1, "layer": 2}
@@ -46,8 +46,8 @@ _compared: set[int] = set()  # block formats, in this process
 class NativeEngine(PagedEngine):
     """An engine over the CPU kernels. Products read weights in the format `weights`; all arithmetic is in float32.
 
-    Unless `exact`, products of GGUF blocks, int8, int4 and bfloat16 weights run in AMX tiles where there are any;
-    elsewhere all but those of bfloat16 run in integers.
+    Unless `exact`, products of GGUF blocks, int8 and int4 weights run in integers, and those of bfloat16 weights in AMX
+    tiles where there are any.
     A result of `extend` is valid until the next one. `reduced`: no linear map is held in float32.
     """
 
@@ -64,7 +64,7 @@ class NativeEngine(PagedEngine):
     ) -> None:
         super().__init__(info, torch.device("cpu"), kv_tokens, evictable_tokens)
         self._library = library()
-        self._fast = _FLOATS if exact else _TILES if self._library.outrider_tiles() else _INTEGERS
+        self._fast, self._tiles = not exact, not exact and bool(self._library.outrider_tiles())
         self._used, self.reduced = {_FLOATS}, True
         self._threads = threads or torch.get_num_threads()
         self._weights = weights
@@ -102,7 +102,7 @@ class NativeEngine(PagedEngine):
         assert not self.blocks.pool.num_used
         self.blocks.pool.evict_all()
         self.cache_dtype, model = dtype, self._model
-        model.cache_bytes, model.tiled_cache = dtype.itemsize, self._fast == _TILES and dtype == torch.bfloat16
+        model.cache_bytes, model.tiled_cache = dtype.itemsize, self._tiles and dtype == torch.bfloat16
         multiples = (32, 16) if model.tiled_cache else (1, 2 * self._library.outrider_lanes())  # of the dimensions
         # The layers of a block lie together: apart, a step that reaches a new block would clear a large page for each.
         memory = _MappedMemory()
@@ -245,10 +245,10 @@ class NativeEngine(PagedEngine):
         made.bias = _address(self._referenced, None if linear.bias is None else linear.bias.float())
         if weights == "int8":
             made.scales = _address(self._referenced, torch.empty(outputs))
-        if weights == "float32" and self._fast == _TILES and kind in NUMBERS.values():
+        if weights == "float32" and self._tiles and kind in NUMBERS.values():
             made.kind = _KINDS["bfloat16"] * self._library.outrider_are_bfloat16(kind, data, outputs, inputs)
         blocks = weights in ("int8", "int4") or (weights == "float32" and kind not in NUMBERS.values())
-        made.arithmetic = self._fast if blocks or (made.kind and self._fast == _TILES) else _FLOATS
+        made.arithmetic = _INTEGERS if self._fast and blocks else _TILES if self._tiles and made.kind else _FLOATS
         self._take(made, kind)
         self._used.add(made.arithmetic)
         self.reduced = self.reduced and made.kind > 0

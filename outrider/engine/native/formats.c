@@ -134,14 +134,13 @@ int outrider_are_bfloat16(int type, const uint32_t *numbers, int outputs, int in
     return type == GGML_BF16 || !low;
 }
 
-/* Returns the bytes of a linear map's weights. Blocks stay blocks where the weights are to be FLOAT32. Outside tiles, int8
- * weights are blocks of bytes with scale 1. Outputs are filled up to a multiple of PANEL and UNIT. */
+/* Returns the bytes of a linear map's weights. Blocks stay blocks where the weights are to be FLOAT32. Outputs are filled up
+ * to a multiple of PANEL and UNIT. */
 int64_t outrider_packed_size(int type, Linear *linear) {
-    static const int sizes[] = {[FLOAT32] = 4, [BFLOAT16] = 2, [INT8] = 1};
+    static const int sizes[] = {[FLOAT32] = 4, [BFLOAT16] = 2};
     if (linear->kind == FLOAT32) linear->kind = PACKED[type].kind;
-    if (linear->kind == INT8 && linear->arithmetic != IN_TILES) linear->kind = BYTES;
     long groups = (linear->outputs + 31) / 32 * 2l, blocks = blocks_of(linear);
-    if (linear->kind > INT8) return groups * units_size(linear->kind, blocks, 1);
+    if (linear->kind > BFLOAT16) return groups * units_size(linear->kind, blocks);
     return groups * UNIT * (linear->arithmetic ? blocks * BLOCK : linear->inputs) * sizes[linear->kind];
 }
 
@@ -156,7 +155,6 @@ static float int8_scale(const float *row, const Linear *linear, int output) {
 /* A row of numbers, in panels or tiles. */
 static void pack_numbers(const float *row, const Linear *linear, int output) {
     long blocks = blocks_of(linear), at, step = linear->arithmetic ? 1 : LANES;
-    const float scale = linear->kind == INT8 ? int8_scale(row, linear, output) : 0;
     for (int start = 0; start < linear->inputs; start += BLOCK, row += BLOCK) {
         if (linear->arithmetic == IN_TILES)
             at = ((output / 32 * blocks + start / BLOCK) * 2 + output / UNIT % 2) * UNIT * BLOCK + output % UNIT * BLOCK;
@@ -164,9 +162,7 @@ static void pack_numbers(const float *row, const Linear *linear, int output) {
             at = ((output / PANEL * 2l + output / LANES % 2) * linear->inputs + start) * LANES + output % LANES;
         int count = linear->inputs - start < BLOCK ? linear->inputs - start : BLOCK;
         for (int k = 0; k < count; k++, at += step)
-            if (linear->kind == INT8)
-                ((int8_t *)linear->weights)[at] = (int8_t)rintf(row[k] / scale);
-            else if (linear->kind == FLOAT32)
+            if (linear->kind == FLOAT32)
                 ((float *)linear->weights)[at] = row[k];
             else { /* rounded to even */
                 uint32_t bits, rounded;
@@ -188,7 +184,7 @@ INLINE uint32_t low_bits(uint64_t bytes, const int bits) {
 
 /* The quants of an output: eight inputs in the 32 bits of an output, or 32 / bits above four: those of inputs j and j + 4 in
  * its halves. Bytes lie as `byte_at` says. */
-INLINE void in_vectors(const int bits, const uint8_t *whole, uint32_t *quants, uint32_t *above, int lane) {
+INLINE void in_lanes(const int bits, const uint8_t *whole, uint32_t *quants, uint32_t *above, int lane) {
     const int more = bits - 4;
 #pragma GCC unroll 4
     for (int k = 0; k < BLOCK; k += 8) {
@@ -206,34 +202,19 @@ INLINE void in_vectors(const int bits, const uint8_t *whole, uint32_t *quants, u
     }
 }
 
-/* For tiles: four outputs in the 16 bits of an input, or 16 / bits above four. Two outputs in every four bytes. */
-INLINE void in_tiles(const int bits, const uint8_t *whole, uint16_t *quants, uint16_t *above, int lane) {
-    const int more = bits - 4;
-    if (bits == 8) {
-        for (int k = 0; k < BLOCK; k += 2) memcpy(quants + lane / 2 * BLOCK + k + lane % 2, whole + k, 2);
-        return;
-    }
-    for (int k = 0; k < BLOCK; k++) quants[lane / 4 * BLOCK + k] |= (uint16_t)((whole[k] & 15) << lane % 4 * 4);
-    for (int k = 0; k < BLOCK && more; k++)
-        above[lane * more / 16 * BLOCK + k] |= (uint16_t)(whole[k] >> 4 << lane * more % 16);
-}
-
 /* A block of 32 inputs of an output, in a unit. */
 INLINE void pack_block_as(const int kind, const Decoded *from, const Linear *linear, int output, long block) {
-    const int lane = output % UNIT, tiles = linear->arithmetic == IN_TILES, together = tiles ? 2 : 1;
-    const int bits = FORMATS[kind].bits, which = output / UNIT % together;
-    char *panel = (char *)linear->weights + output / (UNIT * together) * units_size(kind, blocks_of(linear), together);
-    char *unit = panel + unit_at(kind, block, together, which), *head = panel + head_at(kind, block, together, which);
+    const int lane = output % UNIT, bits = FORMATS[kind].bits;
+    char *units = (char *)linear->weights + output / UNIT * units_size(kind, blocks_of(linear));
+    char *unit = units + unit_at(kind, block), *head = units + head_at(kind, block);
     char *quants = unit + numbers_size(kind), *above = quants + UNIT * BLOCK / 2;
     uint8_t whole[BLOCK];
     for (int n = 0; n < FORMATS[kind].heads; n++) ((uint16_t *)head)[n * UNIT + lane] = to_float16(from->heads[n]);
     for (int n = 0; n < FORMATS[kind].numbers; n++)
         if (FORMATS[kind].heads) unit[n * UNIT + lane] = (char)from->small[n];
         else ((uint16_t *)unit)[n * UNIT + lane] = to_float16(from->numbers[n]);
-    for (int k = 0; k < BLOCK; k++)
-        whole[k] = (uint8_t)(from->quants[k] + (bits == 8 && tiles ? 128 : FORMATS[kind].zero));
-    if (tiles) in_tiles(bits, whole, (uint16_t *)quants, (uint16_t *)above, lane);
-    else in_vectors(bits, whole, (uint32_t *)quants, (uint32_t *)above, lane);
+    for (int k = 0; k < BLOCK; k++) whole[k] = (uint8_t)(from->quants[k] + FORMATS[kind].zero);
+    in_lanes(bits, whole, (uint32_t *)quants, (uint32_t *)above, lane);
 }
 
 static void pack_block(const Decoded *from, const Linear *linear, int output, long block) {
@@ -290,7 +271,7 @@ void outrider_pack(int type, const uint8_t *rows, const Linear *linear, int firs
     const int inputs = linear->inputs;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int unit = first / UNIT; unit <= (first + count - 1) / UNIT; unit++) {
-        const int as_it_is = linear->kind > INT8 && linear->kind == PACKED[type].kind && !linear->scales;
+        const int as_it_is = linear->kind > BFLOAT16 && linear->kind == PACKED[type].kind && !linear->scales;
         float *floats = as_it_is ? NULL : malloc(4l * inputs);
         for (int output = unit * UNIT; output < (unit + 1) * UNIT; output++) {
             if (output < first || output >= first + count) continue;

@@ -1,10 +1,9 @@
 /* Blocks of GGUF files, repacked once and read by the products as they are.
  *
  * A unit holds 16 outputs by 32 inputs: numbers of 16 lanes (scales and minima), then the quants: four bits of each, then
- * what is above them. Units of the same outputs follow each other: [outputs / 16, inputs / 32, unit]; for tiles, two of
- * them in turn: [outputs / 32, inputs / 32, 2, unit]. The numbers of a K-quant are small integers times numbers of eight
- * blocks, which are in a head before these: [outputs / 16, inputs / 256, head and 8 units], or [outputs / 32, inputs / 256,
- * 2 heads and 8 by 2 units]. A weight is scale · quant (+ minimum), rounded once, which is what dequantisation gives.
+ * what is above them. Units of the same outputs follow each other: [outputs / 16, inputs / 32, unit]. The numbers of a K-quant
+ * are small integers times numbers of eight blocks, which are in a head before these: [outputs / 16, inputs / 256, head and
+ * 8 units]. A weight is scale · quant (+ minimum), rounded once, which is what dequantisation gives.
  */
 
 #pragma once
@@ -21,7 +20,6 @@ typedef struct {
 } Format;
 
 static const Format FORMATS[] = {
-    [INT8] = {8, 0, 0, 1, 0, 0},      /* in tiles only: the scales are those of the outputs */
     [NIBBLES] = {4, 2, 1, 1, 0, 0},   /* Q4_0, Q4_1 */
     [BYTES] = {8, 1, 0, 1, 0, 0},     /* Q8_0 */
     [NIBBLES_K] = {4, 2, 1, 1, 2, 0}, /* Q4_K */
@@ -36,18 +34,16 @@ INLINE long head_size(const int kind) { return 2l * FORMATS[kind].heads * UNIT; 
 
 INLINE int blocks_of(const Linear *linear) { return (linear->inputs + BLOCK - 1) / BLOCK; }
 
-/* Bytes of `together` outputs' units in turn, with their heads. */
-INLINE long units_size(const int kind, long blocks, const int together) {
-    return together * (blocks * unit_size(kind) + (blocks + HEAD_BLOCKS - 1) / HEAD_BLOCKS * head_size(kind));
+/* Bytes of the units of 16 outputs, with their heads. */
+INLINE long units_size(const int kind, long blocks) {
+    return blocks * unit_size(kind) + (blocks + HEAD_BLOCKS - 1) / HEAD_BLOCKS * head_size(kind);
 }
 
-/* Of `together` units in turn, number `which` of a block; and its head. */
-INLINE long unit_at(const int kind, long block, const int together, int which) {
-    return together * (block * unit_size(kind) + (block / HEAD_BLOCKS + 1) * head_size(kind)) + which * unit_size(kind);
+/* A block's unit among these, and its head. */
+INLINE long unit_at(const int kind, long block) {
+    return block * unit_size(kind) + (block / HEAD_BLOCKS + 1) * head_size(kind);
 }
-INLINE long head_at(const int kind, long block, const int together, int which) {
-    return units_size(kind, block / HEAD_BLOCKS * HEAD_BLOCKS, together) + which * head_size(kind);
-}
+INLINE long head_at(const int kind, long block) { return units_size(kind, block / HEAD_BLOCKS * HEAD_BLOCKS); }
 
 /* Where the quant of BYTES is in its unit. Four inputs of an output are in four bytes: 0, 1, 4 and 5 of eight, then the others. */
 INLINE int byte_at(int output, int input) {

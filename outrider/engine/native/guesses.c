@@ -6,35 +6,21 @@
 /* Whether guesses may be made from less than all bits of a head, which products for guesses do faster. */
 int outrider_guesses(const Linear *head) {
 #ifdef __AVX2__
-    return (head->arithmetic == IN_TILES && head->kind == INT8) || (head->arithmetic == IN_INTEGERS && head->kind == BYTES);
+    return head->arithmetic == IN_INTEGERS && head->kind == BYTES;
 #else
     return (void)head, 0;
 #endif
 }
 
-/* The bytes of an output's weights in a block, packed for tiles or for products in integers. */
-typedef struct {
-    const int8_t *at;
-    float scale;
-} Bytes;
-
-INLINE Bytes bytes_of(const Linear *head, long output, long block) {
-    const long unit = output / UNIT, blocks = blocks_of(head);
-    const float scale = head->scales ? head->scales[output] : 1;
-    const char *at = head->weights;
-    if (head->arithmetic == IN_TILES)
-        return (Bytes){(const int8_t *)at + ((unit / 2 * blocks + block) * 2 + unit % 2) * UNIT * BLOCK + output % UNIT * BLOCK, scale};
-    at += unit * units_size(BYTES, blocks, 1) + unit_at(BYTES, block, 1, 0);
-    vec numbers = load_numbers(BYTES, at, at, 0, (int)(output % UNIT / LANES * LANES));
-    return (Bytes){(const int8_t *)at + numbers_size(BYTES) + byte_at(output % UNIT, 0), scale * numbers[output % LANES]};
-}
-INLINE int place_of(const Linear *head, int input) { return head->arithmetic == IN_TILES ? input : byte_at(0, input); }
-
 /* An output's weights in a block; returns how many there are. */
 int bytes_as_floats(const Linear *head, int output, int block, float *to) {
-    const Bytes from = bytes_of(head, output, block);
+    const long units = (long)(output / UNIT) * units_size(BYTES, blocks_of(head));
+    const char *at = (const char *)head->weights + units + unit_at(BYTES, block);
+    const int8_t *from = (const int8_t *)at + numbers_size(BYTES) + byte_at(output % UNIT, 0);
     const int left = head->inputs - block * BLOCK, count = left < BLOCK ? left : BLOCK;
-    for (int k = 0; k < count; k++) to[k] = (float)from.at[place_of(head, k)] * from.scale;
+    vec numbers = load_numbers(BYTES, at, at, 0, output % UNIT / LANES * LANES);
+    const float scale = (head->scales ? head->scales[output] : 1) * numbers[output % LANES];
+    for (int k = 0; k < count; k++) to[k] = (float)from[byte_at(0, k)] * scale;
     return count;
 }
 

@@ -1,4 +1,4 @@
-/* Products in integers, where there are no tiles: quants as they are in the file, times rows rounded to 16 bits.
+/* Products in integers: quants as they are in the file, times rows rounded to 16 bits.
  *
  * Each block of 32 inputs of a row has its own scale, the block's largest number over 32767. The sum over a block is a sum
  * of integers, exact in any order, so it has the same bits on every processor. It becomes a float, times the scales of
@@ -96,7 +96,7 @@ typedef struct {
 } Stream;
 
 INLINE Stream stream_of(const int kind, const Linear *linear, long output, int blocks) {
-    return (Stream){(const char *)linear->weights + output / UNIT * units_size(kind, blocks, 1), (int)(output % UNIT)};
+    return (Stream){(const char *)linear->weights + output / UNIT * units_size(kind, blocks), (int)(output % UNIT)};
 }
 
 /* Adds the products of one block to the sums of rows, [rows][STREAMS]. */
@@ -105,7 +105,7 @@ INLINE void add_block(const int kind, const int rows, const Stream *from, int bl
     const char *unit[2], *head[2], *quants[2];
 #pragma GCC unroll 2
     for (int i = 0; i < STREAMS; i++) {
-        unit[i] = from[i].units + unit_at(kind, block, 1, 0), head[i] = from[i].units + head_at(kind, block, 1, 0);
+        unit[i] = from[i].units + unit_at(kind, block), head[i] = from[i].units + head_at(kind, block);
         quants[i] = unit[i] + numbers_size(kind) + 4 * from[i].first;
         if (!i || from[i].units != from[0].units)
             for (int at = 0; at < unit_size(kind); at += 64) __builtin_prefetch(unit[i] + at + AHEAD, 0, 3);

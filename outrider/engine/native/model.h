@@ -9,9 +9,9 @@
 #define FAR 4096 /* prefetch distance of weights from memory for one block of rows, bytes */
 #define NEAR 640 /* and from the second-level cache into the first */
 
-/* How weights are packed. The first three: [outputs / PANEL, 2, inputs, LANES], the last panel padded with zeros. Two
+/* How weights are packed. The first two: [outputs / PANEL, 2, inputs, LANES], the last panel padded with zeros. Two
  * streams of weights use more memory bandwidth than one. The others are the blocks of GGUF files, see formats.h. */
-enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, NIBBLES = 3, BYTES = 4, NIBBLES_K = 5, FIVE_K = 6, SIX_K = 7 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, NIBBLES = 2, BYTES = 3, NIBBLES_K = 4, FIVE_K = 5, SIX_K = 6 };
 enum { IN_FLOATS = 0, IN_TILES = 1, IN_INTEGERS = 2 }; /* products.c, tiles.c, integers.h */
 enum { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3 };
 enum { NO_NORM = 0, RMS = 1, LAYER = 2 };
@@ -143,7 +143,6 @@ void product_integers(const Linear *linear, const float *x, int rows, float *y, 
 void product_integers_vnni(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 int has_vnni(void);
 void finish_outputs(const Linear *linear, long first, int width, float *from, float *to, int add);
-void product_bytes(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product_nibbles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product_nibbles_vnni(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 #define CANDIDATES 16 /* outputs of a guess with all bits: 8 miss 6 of 8,000 argmaxes of the default target's head, 16 none */

@@ -72,7 +72,7 @@ void PRODUCT(const Linear *linear, const float *x, int rows, float *y, long y_st
         for (int b = 0; b < blocks; b++)
             round_to_bytes(x + (long)r * linear->inputs + b * BLOCK, linear->inputs - b * BLOCK, rounded + r * blocks + b);
     for (int unit = units * thread / threads; unit < units * (thread + 1) / threads; unit++) {
-        const char *weights = (const char *)linear->weights + unit * units_size(NIBBLES, blocks, 1);
+        const char *weights = (const char *)linear->weights + unit * units_size(NIBBLES, blocks);
         float out[UNIT];
         for (int r = 0; r < rows; r++) {
             vec sums[UNIT / LANES] = {{0}};

@@ -81,10 +81,10 @@ static void unpack_halves(const Linear *linear, int stream, int first, int count
 
 INLINE void unpack_blocks(const int kind, const Linear *linear, int stream, int first, int count, float *to) {
     const char *units = (const char *)linear->weights +
-                        stream * LANES / UNIT * units_size(kind, blocks_of(linear), 1);
+                        stream * LANES / UNIT * units_size(kind, blocks_of(linear));
     for (int k = 0; k < count; k += BLOCK) {
         long block = (first + k) / BLOCK;
-        const char *unit = units + unit_at(kind, block, 1, 0), *head = units + head_at(kind, block, 1, 0);
+        const char *unit = units + unit_at(kind, block), *head = units + head_at(kind, block);
         for (int at = 0; at < unit_size(kind); at += 64) {
             __builtin_prefetch(unit + at + NEAR, 0, 3);
             __builtin_prefetch(unit + at + FAR, 0, 2);
@@ -170,8 +170,7 @@ void product(const Linear *linear, const float *x, int rows, float *y, long y_st
         return;
     }
     if (linear->arithmetic == IN_TILES) {
-        int as_bytes = step->guesses && linear->kind == INT8 && rows <= OWN_ROWS;
-        (as_bytes ? product_bytes : product_tiles)(linear, x, rows, y, y_stride, add, step);
+        product_tiles(linear, x, rows, y, y_stride, add, step);
         return;
     }
 #pragma omp for schedule(static) nowait

@@ -17,7 +17,6 @@ from drafter.interface import DraftRequest
 from drafter.methods import kernel_chains
 from drafter.methods.eagle import EagleDrafter, engine_for
 from outrider.engine.checks.reference import round_to_int4, round_to_int8
-from outrider.engine.native.build import library
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.sampling_params import SamplingParams
@@ -289,8 +288,6 @@ def test_guesses_beyond_the_new_states_are_drafted_at_once_too(
 
 
 def test_four_bits_of_the_layer_and_eight_of_the_head_are_read(target: LlamaForCausalLM, eagle: Eagle) -> None:
-    if library().outrider_tiles():
-        pytest.skip("in tiles the layer has eight bits")
     drafter, rounded = drafter_of(eagle, 512, dtype="auto"), copy.deepcopy(eagle)
     with torch.no_grad():
         for module in rounded.modules():

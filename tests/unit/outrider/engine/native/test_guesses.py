@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -18,7 +16,6 @@ from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.speculation import noise
 from outrider.speculation.exponential_race import shared_key
-from tests.unit.outrider.engine.native.tiles import tiles
 
 VOCAB, HIDDEN = 1003, 72  # no multiples of any panel or block
 SHAPE = {"hidden_size": HIDDEN, "intermediate_size": 100, "num_attention_heads": 6, "head_dim": 20}
@@ -46,10 +43,9 @@ class Packing:
         return NativeEngine(spec, info, kv_tokens=256, weights=self.weights, threads=threads, exact=False)
 
 
-@pytest.fixture(params=["int8", "int8 in tiles", "int4"], autouse=True)
-def packing(request: pytest.FixtureRequest) -> Iterator[Packing]:
-    with tiles() if request.param == "int8 in tiles" else nullcontext():
-        yield Packing("int4", 0.03, 0.03) if request.param == "int4" else Packing("int8", 2e-3, 0.01)
+@pytest.fixture(params=["int8", "int4"], autouse=True)
+def packing(request: pytest.FixtureRequest) -> Packing:
+    return Packing("int4", 0.03, 0.03) if request.param == "int4" else Packing("int8", 2e-3, 0.01)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
