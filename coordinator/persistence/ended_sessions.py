@@ -20,13 +20,15 @@ class EndedSessions:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.recent: OrderedDict[str, SessionRecord] = OrderedDict()
+        self._sizes: dict[str, int] = {}  # when they were kept: a record that is resumed grows
 
     def keep(self, record: SessionRecord) -> None:
         """Remember a session that has ended here."""
         self.recent[record.session_id] = record
         self.recent.move_to_end(record.session_id)
-        while sum(map(_tokens, self.recent.values())) > _REMEMBERED:
-            self.recent.popitem(last=False)
+        self._sizes[record.session_id] = _tokens(record)
+        while sum(self._sizes.values()) > _REMEMBERED:
+            del self._sizes[self.recent.popitem(last=False)[0]]
 
     async def load(self, session_id: str) -> tuple[SessionRecord, bool]:
         """Claim a session; return its record, and whether it is stored as finished."""

@@ -187,7 +187,7 @@ class Drafting:
                 self._chooser.record_loss(connection, error)
                 self._stats.record_drafter_loss(error)
             finally:
-                self._request_hidden_states()
+                self._want_hidden_states()
                 self._steer()
 
     async def _run_one_drafter(self, verifier: GuessReceiver, connection: WorkerConnection) -> None:
@@ -205,9 +205,7 @@ class Drafting:
             def pay() -> bool:
                 return self.control.would_guess(_best_drafter(verifier, connection, pair, shares_cores=True))
 
-            await histories.until_promising(
-                self._record.tokens, pair, self._estimator, pay, self._request_hidden_states
-            )
+            await histories.until_promising(self._record.tokens, pair, self._estimator, pay, self._want_hidden_states)
         self._sources += 1
         source = self._sources
         if linked is not None:
@@ -244,7 +242,7 @@ class Drafting:
         drafter.wants_hidden_states = wants_hidden_states
         self._stats.record_drafter(drafter.source, drafter.connection.info.kind)
         self._selection.add(drafter.source, drafter.pair.accepted_tokens, drafter.pair.proposal_rate.value)
-        self._request_hidden_states()
+        self._want_hidden_states()
         if wants_hidden_states and (known := self._states.known(drafter.spec)) is not None:
             self._stats.hidden_bytes += drafter.commit(self._record.position, (), known)
         self._steer()
@@ -298,7 +296,7 @@ class Drafting:
                 drafter.steer(wanted)
         if self._resting != self.control.resting:
             self._resting = self.control.resting
-            self._request_hidden_states()
+            self._want_hidden_states()
         self._forward_pass()
 
     def _forward_pass(self) -> None:
@@ -312,7 +310,7 @@ class Drafting:
             self._passed_at = first.position
             self._verifier.guess(first)
 
-    def _request_hidden_states(self) -> None:
+    def _want_hidden_states(self) -> None:
         if self._verifier is not None and (steering := self._states.request(self._readable_states())) is not None:
             self._verifier.steer(steering)
 

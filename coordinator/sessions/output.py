@@ -28,6 +28,7 @@ class SessionOutput:
     def __init__(self, text: TextStream) -> None:
         self.ended = False
         self.rest = TextPiece("")
+        self.thought = 0  # tokens of reasoning, as far as an answer was read for it
         self.tokens: list[Token] = []
         self.changed: list[asyncio.Event] = []  # of clients: each is set on new tokens and at the end
         self._text = text

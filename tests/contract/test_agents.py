@@ -85,7 +85,9 @@ def checked(name: str, arguments: str) -> None:
 
 async def test_auto_thinks_speaks_and_calls(agent: Agent) -> None:
     body = ASK | agent.script("Z", THOUGHT, "Q", OPEN) | {"parallel_tool_calls": False}
-    whole = (await agent.api.chat.completions.create(**body)).choices[0]
+    completion = await agent.api.chat.completions.create(**body)
+    whole = completion.choices[0]
+    assert completion.usage.completion_tokens_details.reasoning_tokens == 1  # THOUGHT ends it
     assert whole.message.reasoning_content == "Z"
     assert whole.message.content == "Q"
     [call] = whole.message.tool_calls
@@ -113,6 +115,7 @@ async def test_the_same_answer_as_items(agent: Agent) -> None:
     async with agent.api.responses.stream(model="", temperature=1, extra_body=more, **given) as stream:
         kinds = [event.type.removeprefix("response.") async for event in stream]
         found = await stream.get_final_response()
+    assert found.usage.output_tokens_details.reasoning_tokens == 1
     chat = (await agent.api.chat.completions.create(**ASK | script | {"parallel_tool_calls": False})).choices[0].message
     thought, said, call = found.output
     assert [item.type for item in found.output] == ["reasoning", "message", "function_call"]

@@ -184,7 +184,7 @@ def usage(sessions: Sequence[Session], per_prompt: int) -> responses.Usage:
         "completion_tokens": completed,
         "total_tokens": prompted + completed,
         "prompt_tokens_details": {"cached_tokens": min(prompted, cached)},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": sum(session.output.thought for session in sessions)},
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -63,6 +64,10 @@ class AnswerParser:
         self.calls = 0
         self.said = False  # some content
         self._call = _CallScanner(False, names)
+
+    @property
+    def thinking(self) -> bool:
+        return self._state is _State.REASONING
 
     @property
     def cut(self) -> bool:
@@ -205,8 +210,7 @@ class AnswerParser:
         if kind is PartKind.CONTENT and not self.said:
             text = self._blank + text
             self._blank = "" if text.strip() else text
-            if self._blank:
-                return
+            text = "" if self._blank else text
         if text:
             self.said |= kind is PartKind.CONTENT
             self._parts.append(Part(kind, text))
@@ -268,18 +272,12 @@ class _CallScanner:
 
     def _read_whole(self) -> None:
         """Read a call whose fields are in another order, or whose arguments are a text."""
-        try:
+        with suppress(ValueError, RecursionError):  # it is no call then
             call = json.loads(self.text)
-        except (ValueError, RecursionError):
-            return
-        given = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
-        if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except (ValueError, RecursionError):
-                return
-        if isinstance(given, dict) and call.get("name") in self._names:
-            self.named, self.arguments = call["name"], json.dumps(given, ensure_ascii=False)
+            given = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
+            given = json.loads(given) if isinstance(given, str) else given
+            if isinstance(given, dict) and call.get("name") in self._names:
+                self.named, self.arguments = call["name"], json.dumps(given, ensure_ascii=False)
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from coordinator.api.http import responses
 from coordinator.api.http.agents.bodies import ChatBody
@@ -77,15 +78,20 @@ class AnswerReader:
     def __init__(self, body: ChatBody, target: Target, manner: Manner) -> None:
         names = [tool.function.name for tool in body.callable_tools] if body.calls_required is not None else []
         self.parser = AnswerParser(manner, names, formatted=body.formatted)
+        self._thought = 0
         marks = (THINK, THOUGHT, manner.dialect.opener, manner.dialect.closer, manner.dialect.bare)
         added = target.tokenizer.added_tokens_decoder.items()
         self._marks = {id_: token.content for id_, token in added if token.special and token.content in marks}
 
     def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:
         # Special tokens have no text in answers, also those that mark calls.
-        parser = self.parser
-        parts = parser.feed("".join(token.text + self._marks.get(token.token, "") for token in tokens))
-        return [*parts, *parser.feed(session.output.rest.text), *parser.end()] if ended else parts
+        parser, parts = self.parser, list[Part]()
+        for token in tokens:
+            parts += parser.feed(token.text + self._marks.get(token.token, ""))
+            self._thought += parser.thinking
+        session.output.thought = self._thought
+        parts += [*parser.feed(session.output.rest.text), *parser.end()] if ended else ()
+        return [Part(kind, "".join(one.text for one in same)) for kind, same in groupby(parts, lambda one: one.kind)]
 
 
 class PartedReplies(ChatReplies):
@@ -104,12 +110,8 @@ class PartedReplies(ChatReplies):
                 calls.append(_call(session, len(calls), part.text))
             elif part.kind is PartKind.ARGUMENTS:
                 calls[-1]["function"]["arguments"] += part.text
-        content = texts[PartKind.CONTENT]
-        message: responses.AnswerMessage = {
-            "role": "assistant",
-            "content": None if calls and not content else content,
-            "refusal": None,
-        }
+        content = texts[PartKind.CONTENT] or (None if calls else "")
+        message: responses.AnswerMessage = {"role": "assistant", "content": content, "refusal": None}
         if reasoning := texts[PartKind.REASONING]:
             message["reasoning_content"] = reasoning
         if calls:
