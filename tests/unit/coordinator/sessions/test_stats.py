@@ -40,7 +40,7 @@ def session_after(*accepted: int, offered: int = 4) -> Session:
         stats.record_verdict(verdict, stats.control.plan)
     params = SimpleNamespace(seed=5)
     record = SimpleNamespace(session_id="s", tokens=[7] * 9, request=SimpleNamespace(prompt=(1,) * 6, params=params))
-    return cast(Session, SimpleNamespace(stats=stats, record=record))
+    return cast(Session, SimpleNamespace(stats=stats, record=record, output=SimpleNamespace(thought=2)))
 
 
 def _verdict(accepted: int, offered: int) -> Verdict:
@@ -64,7 +64,9 @@ def test_an_answer_over_http_works_out_nothing_that_it_does_not_tell(monkeypatch
         pytest.fail("best_per_mode() blocks the event loop for a number that is not told")
 
     monkeypatch.setattr(Controller, "best_per_mode", looked)
-    assert usage([session], 1)["prompt_tokens_details"] == {"cached_tokens": 3}
+    told = usage([session], 1)
+    assert told["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert told["completion_tokens_details"] == {"reasoning_tokens": 2}
     assert metrics([session])["metrics"]["outrider"]["plans"]
 
 
