@@ -66,4 +66,4 @@ def test_eight_billion_weights(tmp_path: Path) -> None:
     )
     assert loaded_s[1] < 35
     assert share > 0.5
-    assert flatness < 3  # on processors without tiles, where nine tokens are nine times the work
+    assert flatness < 3  # nine tokens are nine times the work of the products

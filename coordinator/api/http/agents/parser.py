@@ -65,9 +65,9 @@ class AnswerParser:
         self.said = False  # some content
         self._call = _CallScanner(False, names)
 
-    @property
-    def thinking(self) -> bool:
-        return self._state is _State.REASONING
+    def is_thinking(self) -> bool | None:
+        """Return whether the answer is still reasoning; None: nothing tells yet."""
+        return None if self._state is _State.START else self._state is _State.REASONING
 
     @property
     def cut(self) -> bool:

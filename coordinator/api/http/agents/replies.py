@@ -86,11 +86,13 @@ class AnswerReader:
     def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:
         # Special tokens have no text in answers, also those that mark calls.
         parser, parts = self.parser, list[Part]()
-        for token in tokens:
-            parts += parser.feed(token.text + self._marks.get(token.token, ""))
-            self._thought += parser.thinking
-        session.output.thought = self._thought
-        parts += [*parser.feed(session.output.rest.text), *parser.end()] if ended else ()
+        texts = [token.text + self._marks.get(token.token, "") for token in reversed(tokens)]
+        while texts and parser.is_thinking() is not False:
+            parts += parser.feed(texts.pop())
+            self._thought += bool(parser.is_thinking())
+        session.output.thought = max(self._thought, session.output.thought)  # of several readers
+        parts += parser.feed("".join(reversed(texts)) + session.output.rest.text * ended)
+        parts += parser.end() if ended else ()
         return [Part(kind, "".join(one.text for one in same)) for kind, same in groupby(parts, lambda one: one.kind)]
 
 

@@ -100,8 +100,7 @@ class ResponseReplies:
             yield event
         response = self._response(session, status, output.items)
         used: Any = usage([session], 1)
-        for ours, theirs in (("prompt", "input"), ("completion", "output")):
-            used = {name.replace(ours, theirs): value for name, value in used.items()}
+        used = {name.replace("prompt", "input").replace("completion", "output"): it for name, it in used.items()}
         response["usage"] = used
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}

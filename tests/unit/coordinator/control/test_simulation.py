@@ -304,7 +304,7 @@ BUSY = replace(ONE_MACHINE, hiccups=0.5, hiccup_ms=6.0, late=0.15, burden=1.1)
 STRAINED = replace(ONE_MACHINE, hiccups=0.3, hiccup_ms=2.0, tail=1.5, late=0.3, burden=1.25)
 
 
-# A processor without tiles: every token of a step costs about a fifth of the first.
+# A CPU: every token of a step costs about a fifth of the first.
 STEEP = replace(BUSY, cost=CostCurve((1, 2, 4, 8, 16, 32), (7.1, 8.1, 11.6, 15.9, 28.5, 49.5)), draft_ms=0.8)
 
 

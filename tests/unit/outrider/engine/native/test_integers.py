@@ -33,7 +33,7 @@ OUTPUTS, INPUTS = 40, 512  # outputs: no multiple of what is computed together
 
 @contextmanager
 def integers(level: str = "native") -> Iterator[None]:
-    """Let engines that are made meanwhile compute in integers, also where there are tiles."""
+    """Let engines that are made meanwhile have the kernels of a level, without attention in tiles."""
     built = build.load(build.compile_for(level, home() / "kernels"))
     with patch.object(built, "outrider_tiles", lambda: 0), patch.object(native_engine, "library", lambda: built):
         yield

@@ -93,7 +93,10 @@ SHAPES = {
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize(
     ("weights", "cache"),
-    [("float32", "float32"), ("bfloat16", "float32"), ("int8", "float32"), ("float32", "bfloat16"), ("float32", TILES)],
+    [
+        *[("float32", "float32"), ("bfloat16", "float32"), ("int8", "float32"), ("float32", "bfloat16")],
+        *[("float32", TILES), ("bfloat16", TILES)],  # attention in tiles, and products as well
+    ],
 )
 def test_a_sessions_bits_do_not_depend_on_neighbours_or_on_how_many_rows_go_at_once(
     model: Any, weights: str, cache: str

@@ -104,3 +104,38 @@ def test_an_answer_is_content_where_the_request_asks_for_no_thoughts(more: dict[
     target.tokenizer.chat_template = THINKS
     _, manner = chat_input(chat(**more), target, cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto")))
     assert read(target, manner, "Paris.") == {kind: "Paris."}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("thinking", "text", "count"),
+    [
+        (True, "abcd</think>Yes.", 4),
+        (False, "<think>abcd</think>Yes.", 5),  # the mark that begins it counts
+        (False, "\nYes. <think>no", 0),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(thinking: bool, text: str, count: int, whole: bool) -> None:
+    target, manner = target_with(special=True), Manner(HERMES, True, thinks=True, thinking=thinking)
+    assert read(target, manner, text, whole=whole)
+    output = SessionOutput(TextStream(target.decode, [], ()))
+    output.append(tokens := target.encode(text), [TokenKind.PLAIN] * len(tokens))
+    session = cast(Session, SimpleNamespace(output=output))
+    reader, late = (AnswerReader(chat(tools=TOOLS), target, manner) for _ in range(2))
+    for group in [output.tokens] if whole else [[token] for token in output.tokens]:
+        reader.read(session, group, ended=False)
+    late.read(session, output.tokens[:1], ended=False)  # of a request with the same idempotency key
+    assert output.thought == count
+
+
+def test_a_long_answer_is_parsed_at_once_after_its_reasoning() -> None:
+    """Token by token, the parser would look at all blanks before a call again and again."""
+    target, manner = target_with(special=True), Manner(HERMES, True, thinks=True)
+    output = SessionOutput(TextStream(target.decode, [], ()))
+    output.append(tokens := target.encode("<think>abc</think><tool_call>" + " " * 500), [TokenKind.PLAIN] * len(tokens))
+    reader = AnswerReader(chat(tools=TOOLS), target, manner)
+    fed: list[str] = []
+    parser, feed = reader.parser, reader.parser.feed
+    parser.feed = lambda text: (fed.append(text), feed(text))[1]  # type: ignore[method-assign]
+    reader.read(cast(Session, SimpleNamespace(output=output)), output.tokens, ended=False)
+    assert len(fed) < 10
