@@ -97,6 +97,10 @@ def _drafts(drafter: Drafter, states: HiddenStates) -> list[Guess]:
     return drafts
 
 
+def _without_weights(draft: Guess) -> tuple[Guess, list[tuple[int, ...]]]:
+    return replace(draft, draft_probs=()), [each.ids for each in draft.draft_probs]
+
+
 @pytest.mark.parametrize("method", DRAFTERS)
 def test_a_drafter_drafts_on_the_device_as_on_the_cpu(
     order: TrainingOrder, models: dict[str, str], method: str
@@ -112,6 +116,10 @@ def test_a_drafter_drafts_on_the_device_as_on_the_cpu(
     wanted = drafts("cpu", "float32")
     assert all(draft.tokens for draft in wanted)
     with emulated_cuda() as device:
-        assert drafts("cuda", "float32") == wanted
+        found = drafts("cuda", "float32")
         assert all(draft.tokens for draft in drafts("cuda", "auto"))
+    assert [_without_weights(draft) for draft in found] == [_without_weights(draft) for draft in wanted]
+    for draft, same in zip(found, wanted, strict=True):  # torch's sums differ between processors in the last bits
+        for one, other in zip(draft.draft_probs, same.draft_probs, strict=True):
+            assert max(abs(a - b) for a, b in zip(one.weights, other.weights, strict=True)) <= 1
     assert device.counts.launches["mm"] + device.counts.launches["addmm"] > 0
