@@ -260,7 +260,7 @@ def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str]
     unset = (settings.dtype, settings.quantization) == ("auto", "none")
     if unset and device.type == "cpu" and options.engine != "transformers":
         with suppress(NoCompiler):
-            library()
+            library()  # raises where there are no kernels
             options = replace(options, quantization="int4")  # fewest bytes
     dtype = torch.bfloat16 if settings.dtype == "auto" else pick_dtype(settings.dtype, device)
     body = eagle.body.eval()
