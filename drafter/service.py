@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc
 import structlog
@@ -13,7 +12,7 @@ from drafter.hidden_states.declaration import StateDeclaration
 from drafter.interface import Drafter
 from drafter.loop import DraftingLoop
 from drafter.session import DraftOpening, DraftSession
-from outrider.base.aio import background, first_message
+from outrider.base.aio import Call, background, first_message
 from outrider.multiplex.server import MultiplexedHandler
 from outrider.observability.metrics import DrafterMetrics
 from outrider.observability.request_context import bind_context
@@ -54,9 +53,7 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_DrafterServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
 
-    async def Draft(
-        self, requests: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.DraftReply]:
+    async def Draft(self, requests: AsyncIterator[pb.DraftRequest], context: Call) -> AsyncIterator[pb.DraftReply]:
         request_context = bind_context(context.invocation_metadata() or ())
         with self._metrics.count_refusals():
             first = await first_message(requests, self._settings.open_timeout_s, "open")

@@ -26,21 +26,17 @@ class Admission:
         self._limits = limits
         self._metrics = metrics
         self._epochs = _EpochMemory()
-        self._waiting: deque[VerifySession] = deque()
+        self.waiting: deque[VerifySession] = deque()
         self._closed: list[VerifySession] = []
         self.running: dict[str, VerifySession] = {}
         self.reserved_tokens = 0
         metrics.bind_gauge(metrics.sessions, lambda: len(self.running))
-        metrics.bind_gauge(metrics.waiting, lambda: len(self._waiting))
+        metrics.bind_gauge(metrics.waiting, lambda: len(self.waiting))
         metrics.bind_gauge(metrics.cache_usage, lambda: self.reserved_tokens / limits.kv_tokens)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     def sessions(self) -> Iterator[VerifySession]:
         """Iterate over a snapshot of the running and waiting sessions."""
-        return iter([*self.running.values(), *self._waiting])
+        return iter([*self.running.values(), *self.waiting])
 
     def open(self, opening: VerifyOpening, guide: GrammarMatcher | None = None) -> VerifySession:
         """Admit a session or queue it; raise if its epoch is old, it can never fit, or the queue is full."""
@@ -54,11 +50,11 @@ class Admission:
         self._epochs.record(opening.session_id, opening.epoch)
         if current is not None:
             self.close(current, Fenced(f"session {current.id} was taken over by epoch {opening.epoch}"))
-        if len(self._waiting) >= self._limits.max_waiting and not self._fits(session):
-            message = f"{len(self.running)} sessions run and {len(self._waiting)} wait"
-            held, limit = len(self.running) + len(self._waiting), self._limits.max_sessions + self._limits.max_waiting
+        if len(self.waiting) >= self._limits.max_waiting and not self._fits(session):
+            message = f"{len(self.running)} sessions run and {len(self.waiting)} wait"
+            held, limit = len(self.running) + len(self.waiting), self._limits.max_sessions + self._limits.max_waiting
             raise Overloaded(message, field="sessions", value=held, limit=limit, retry_after_ms=_RETRY_AFTER_MS)
-        self._waiting.append(session)
+        self.waiting.append(session)
         self.admit_waiting()
         return session
 
@@ -72,12 +68,12 @@ class Admission:
             self.reserved_tokens -= self._tokens_to_reserve(session)
             self._closed.append(session)
         else:
-            self._waiting.remove(session)
+            self.waiting.remove(session)
 
     def admit_waiting(self) -> None:
         """Move sessions from the queue to the running ones while they fit, in order."""
-        while self._waiting and self._fits(self._waiting[0]):
-            session = self._waiting.popleft()
+        while self.waiting and self._fits(self.waiting[0]):
+            session = self.waiting.popleft()
             self._metrics.queued.observe(time.monotonic() - session.opened_at)
             self.running[session.id] = session
             self.reserved_tokens += self._tokens_to_reserve(session)

@@ -118,7 +118,7 @@ class VerificationLoop:
     def load(self) -> WorkerLoad:
         return WorkerLoad(
             sessions=len(self._admission.running),
-            waiting=self._admission.num_waiting + self._batching.waiting,
+            waiting=len(self._admission.waiting) + self._batching.waiting,
             kv_tokens_used=self._admission.reserved_tokens,
             kv_tokens_total=self._limits.kv_tokens,
             step_ms=self._step_ms,

@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import structlog
 
-from outrider.base.aio import background, first_message
+from outrider.base.aio import Call, background, first_message
 from outrider.base.config import KV_TOKENS
 from outrider.multiplex.server import MultiplexedHandler
 from outrider.observability.metrics import VerifierMetrics
@@ -84,9 +83,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_VerifierServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
 
-    async def Verify(
-        self, requests: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.VerifyReply]:
+    async def Verify(self, requests: AsyncIterator[pb.VerifyRequest], context: Call) -> AsyncIterator[pb.VerifyReply]:
         request_context = bind_context(context.invocation_metadata() or ())
         with self._metrics.count_refusals():
             first = await first_message(requests, self._settings.open_timeout_s, "open")
@@ -98,7 +95,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
                 model = convert.model_to_proto(self._target.info)
                 yield pb.VerifyReply(opened=pb.Opened(position=len(session.committed), model=model))
                 async with background(self._receive(session, requests)) as receiving:
-                    while not isinstance(reply := await session.outbox.get(), Ended):
+                    while not isinstance(reply := await session.next_reply(), Ended):
                         if session.resume_after_read():
                             self.loop.wake()
                         if isinstance(reply, Rejection):
@@ -119,9 +116,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         finally:
             self.loop.close(session)
 
-    async def GetTokenizer(
-        self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.FileChunk]:
+    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Call) -> AsyncIterator[pb.FileChunk]:
         for name, path in self._tokenizer_files.items():
             data = path.read_bytes()
             for start in range(0, len(data), _FILE_CHUNK):

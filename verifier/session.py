@@ -21,6 +21,7 @@ from outrider.protocol.speculation import (
     SessionOpening,
     Verdict,
     VerifySteering,
+    joined,
 )
 from outrider.speculation.acceptance import RandomSource, SeededNoise
 from outrider.speculation.direct import TakeVerdict
@@ -112,6 +113,8 @@ class VerifySession:
         self.opened_at = time.monotonic()
         self.gamma = 0  # a step waits for a guessed path of this length
         self.max_guesses = 0  # guesses to verify per step; 0: no limit for this session
+        self.plain_steps = 1  # that may share a verdict while the peer does not read
+        self._next_reply: Verdict | Rejection | EarlierStates | Ended | None = None
         self.paying_guesses = 0  # unless 0, in its place in a shared step: as many as pay for their time
         self.pace = new_pace()
         self.draft_wait_s = 0.0
@@ -144,6 +147,8 @@ class VerifySession:
             self.max_guesses = steering.nodes
         if steering.paying_nodes is not None:
             self.paying_guesses = steering.paying_nodes
+        if steering.plain_steps is not None:
+            self.plain_steps = steering.plain_steps
         self.hidden_states.steer(steering.hidden_states, steering.states)
         if steering.earlier_states is not None:
             queue_request(self.outbox, steering.earlier_states)
@@ -207,6 +212,20 @@ class VerifySession:
         if self.direct is not None and self.direct(verdict):
             verdict = replace(verdict, hidden_states=None)
         self.outbox.put_nowait(verdict)
+
+    async def next_reply(self) -> Verdict | Rejection | EarlierStates | Ended:
+        """Return the next reply; plain steps that the peer has not read share a verdict, if it takes such."""
+        reply = self._next_reply or await self.outbox.get()
+        self._next_reply = None
+        unread: list[Verdict] = []
+        while isinstance(reply, Verdict) and reply.is_plain and len(unread) < self.plain_steps:
+            unread.append(reply)
+            if self.outbox.empty():
+                return joined(unread)
+            reply = self.outbox.get_nowait()
+        if unread:
+            self._next_reply, reply = reply, joined(unread)
+        return reply
 
     def check_backlog(self) -> bool:
         """Return whether the session is stalled by unread replies; `resume_after_read` ends that."""

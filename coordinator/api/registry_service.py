@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
-
-import grpc
 
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.worker_connection import WorkerConnection
-from outrider.base.aio import background, first_message
+from outrider.base.aio import Call, background, first_message
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest, ModelMismatch, Unavailable
 from outrider.protocol.fleet import WorkerInfo
@@ -38,7 +35,7 @@ class RegistryService(rpc.RegistryServicer):
         self._stopping.set()
 
     async def Register(
-        self, requests: AsyncIterator[pb.RegisterRequest], context: grpc.aio.ServicerContext[Any, Any]
+        self, requests: AsyncIterator[pb.RegisterRequest], context: Call
     ) -> AsyncIterator[pb.RegisterReply]:
         """Register a worker while its stream lasts; only the first message sets identity, role, address and model."""
         info = _worker(await first_message(requests, self._settings.open_timeout_s, "worker"))

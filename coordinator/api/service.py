@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from importlib.metadata import version
-from typing import Any
 
 import grpc
 import structlog
@@ -24,6 +23,7 @@ from coordinator.sessions.output import Token, follow
 from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.fleet_keys import FleetKeys
+from outrider.base.aio import Call
 from outrider.observability.request_context import REQUEST_ID, bind_context
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError
@@ -105,9 +105,7 @@ class CoordinatorService(rpc.OutriderServicer):
 
     # Client calls.
 
-    async def Generate(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.GenerateReply]:
+    async def Generate(self, request: pb.GenerateRequest, context: Call) -> AsyncIterator[pb.GenerateReply]:
         await _set_request_id(context)
         with _logged("Generate", session_id="") as call:
             with admission(self.sessions.metrics):
@@ -120,9 +118,7 @@ class CoordinatorService(rpc.OutriderServicer):
                 async for reply in replies:
                     yield reply
 
-    async def Resume(
-        self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.GenerateReply]:
+    async def Resume(self, request: pb.ResumeRequest, context: Call) -> AsyncIterator[pb.GenerateReply]:
         await _set_request_id(context)
         with _logged("Resume", session_id=request.session_id):
             with admission(self.sessions.metrics):
@@ -131,19 +127,15 @@ class CoordinatorService(rpc.OutriderServicer):
                 async for reply in replies:
                     yield reply
 
-    async def Cancel(self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.CancelReply:
+    async def Cancel(self, request: pb.CancelRequest, context: Call) -> pb.CancelReply:
         await _set_request_id(context)
         with _logged("Cancel", session_id=request.session_id):
             return pb.CancelReply(cancelled=await self.sessions.cancel(request.session_id))
 
-    async def GetModelInfo(
-        self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> common.ModelInfo:
+    async def GetModelInfo(self, request: common.GetModelInfoRequest, context: Call) -> common.ModelInfo:
         return convert.model_to_proto((await self.sessions.targets.find(request.model)).info)
 
-    async def GetServerInfo(
-        self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.ServerInfo:
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Call) -> pb.ServerInfo:
         return pb.ServerInfo(
             version=version("outrider"),
             coordinator_id=self.sessions.coordinator_id,
@@ -189,7 +181,7 @@ def _logged(method: str, **about: str) -> Iterator[dict[str, str]]:
         log.info("grpc", method=method, status=status, ms=ms, **about)
 
 
-async def _set_request_id(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def _set_request_id(context: Call) -> None:
     """Send the request id to the client, whether given or new."""
     request_context = bind_context(context.invocation_metadata() or (), first=True)
     await context.send_initial_metadata(((REQUEST_ID, request_context.request_id),))

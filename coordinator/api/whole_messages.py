@@ -18,6 +18,7 @@ import structlog
 from grpc_health.v1 import health
 
 from coordinator.admission.byte_budget import ByteBudget, ByteShare
+from outrider.base.aio import Call
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError
 
 log = structlog.get_logger(__name__)
@@ -25,8 +26,6 @@ log = structlog.get_logger(__name__)
 # Counted in ticks of the event loop, so that a pause of this process makes no message late.
 TICK_S = 0.02
 SOON_TICKS = 5
-
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WholeMessages(grpc.aio.ServerInterceptor):
@@ -53,7 +52,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(behaviour, read, write)
 
     def _reading(self, handler: Any, *, large: bool) -> Callable[..., AsyncIterator[Any]]:
-        async def behaviour(requests: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
+        async def behaviour(requests: AsyncIterator[Any], context: Call) -> AsyncIterator[Any]:
             with self._budget.share() as share:
                 given: Any = self._messages(requests, share, large=large)
                 if not handler.request_streaming:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
-
-import grpc
 
 from coordinator.attachment.session import AttachedSession
 from coordinator.sessions.session_manager import SessionManager
-from outrider.base.aio import background, first_message
+from outrider.base.aio import Call, background, first_message
 from outrider.observability.request_context import bind_context
 from outrider.protocol.errors import InvalidRequest, ModelMismatch, Unavailable
 from outrider.security.tenants import tenant
@@ -34,7 +31,7 @@ class AttachmentService(rpc.AttachmentServicer):
             outbox.put_nowait(None)
 
     async def Attach(
-        self, requests: AsyncIterator[pb.AttachRequest], context: grpc.aio.ServicerContext[Any, Any]
+        self, requests: AsyncIterator[pb.AttachRequest], context: Call
     ) -> AsyncIterator[verify.VerifyRequest]:
         bind_context(context.invocation_metadata() or (), first=True)
         holder = tenant().id

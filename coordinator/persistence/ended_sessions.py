@@ -26,7 +26,9 @@ class EndedSessions:
         """Remember a session that has ended here."""
         self.recent[record.session_id] = record
         self.recent.move_to_end(record.session_id)
-        self._sizes[record.session_id] = _tokens(record)
+        # As tokens: log probabilities take many times the memory.
+        size = 500 + len(record.request.prompt) + len(record.tokens) + 40 * len(record.logprobs)
+        self._sizes[record.session_id] = size
         while sum(self._sizes.values()) > _REMEMBERED:
             del self._sizes[self.recent.popitem(last=False)[0]]
 
@@ -64,11 +66,6 @@ class EndedSessions:
     def _remembered(self, session_id: str) -> SessionRecord | None:
         record = self.recent.get(session_id)
         return record if record is not None and record.tenant == tenant().id else None
-
-
-def _tokens(record: SessionRecord) -> int:
-    """Return as how many tokens a record counts; log probabilities take many times the memory."""
-    return 500 + len(record.request.prompt) + len(record.tokens) + 40 * len(record.logprobs)
 
 
 def _unknown(session_id: str) -> NotFound:

@@ -34,6 +34,7 @@ Out = TypeVar("Out", bound=Message)
 In = TypeVar("In", bound=Message)
 
 OPEN_TIMEOUT_S = 30.0
+PLAIN_STEPS = 32  # of a verdict, when this process reads too slowly
 
 
 class WorkerStream(Generic[Out, In]):
@@ -132,13 +133,13 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
             tokens=[*request.prompt, *record.tokens],
             prompt_length=len(request.prompt),
             params=convert.params_to_proto(verifier_params(record)),
-            steer=convert.verify_steering_to_proto(VerifySteering(gamma=0, states=states.states)),
+            steer=convert.verify_steering_to_proto(VerifySteering(0, states=states.states, plain_steps=PLAIN_STEPS)),
             hidden_states=bool(states.hidden_states),
             cache_salt=request.cache_salt,
             tenant=record.tenant,
         )
         super().__init__(connection, verify.VerifyRequest(open=opening), verify.VerifyReply.FromString, span)
-        self._sent = SentMessages()
+        self._sent = SentMessages(plain_steps=PLAIN_STEPS)
         self._sent.messages = self._sent.states.note(states)
         self._deadline = VerdictDeadline(len(opening.tokens))
         self._reader = VerdictReader(record, target, self._sent, time.monotonic())

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-import grpc
+from typing import TYPE_CHECKING
 
 from drafter.hidden_states.earlier_states import earlier_positions
 from drafter.interface import Drafter, ReadsLayers
+from outrider.base.aio import Call
 from outrider.hidden_states.parts import projection_parts
 from outrider.protocol.errors import NotFound
 from outrider.protocol.fleet import WorkerInfo
@@ -38,7 +37,7 @@ class StateDeclaration:
         return replace(about, state_spec=None if spec == FINAL_STATES else spec, earlier_states=earlier)
 
     async def GetProjection(
-        self, request: pb.GetProjectionRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: pb.GetProjectionRequest, context: Call
     ) -> AsyncIterator[common.ProjectionPart]:
         if self._projection is None:
             raise NotFound("this drafter has no projection")

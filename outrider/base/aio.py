@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+import grpc
 import structlog
 
 from outrider.protocol.errors import Expired, InvalidRequest
@@ -16,6 +17,7 @@ from outrider.protocol.errors import Expired, InvalidRequest
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+Call = grpc.aio.ServicerContext[Any, Any]  # as its handler sees it
 
 CANCEL_AGAIN_S = 1.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -14,35 +14,21 @@ MAX_UNSENT = 1024  # messages, or parts of messages, that the peer does not read
 MAX_UNSENT_BYTES = 16 * 1024 * 1024  # without the first message
 
 
-class SessionCall(Protocol):
-    """Messages of one session, serialised, to and from a worker."""
-
-    def send(self, message: bytes) -> bool:
-        """Send a message without waiting; return whether the peer reads fast enough."""
-        ...
-
-    async def read(self) -> bytes | None:
-        """Return the next message, or None after an orderly end; raise the error of a failed call."""
-        ...
-
-    def cancel(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 class MultiplexedCall:
-    """Call within a shared stream."""
+    """Call within a shared stream: messages of one session, serialised, to and from a worker."""
 
     def __init__(self, stream: MultiplexedStream) -> None:
         self._stream = stream
         self._max_unsent = 0
 
     def send(self, message: bytes) -> bool:
+        """Send a message without waiting; return whether the peer reads fast enough."""
         self._stream.send(message)
         self._max_unsent = self._max_unsent or self._stream.num_unsent + MAX_UNSENT
         return self._stream.num_unsent <= self._max_unsent
 
     async def read(self) -> bytes | None:
+        """Return the next message, or None after an orderly end; raise the error of a failed call."""
         message = await self._stream.read()
         if message is not None:
             return message
@@ -102,6 +88,9 @@ class OwnCall:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reader raises the error
             self._unsent_bytes -= len(message)
+
+
+SessionCall = MultiplexedCall | OwnCall
 
 
 def rpc_error(code: grpc.StatusCode, details: str, error: bytes = b"") -> grpc.aio.AioRpcError:

@@ -72,6 +72,7 @@ class SharedStream:
                 stream.fail(failure)
 
     def _receive(self, batch: pb.SessionFrames) -> None:
+        self._frames.take_marks(batch)
         for frame in check_batch(batch):
             stream = self.streams.get(frame.stream)
             if stream is None or frame.HasField("open"):

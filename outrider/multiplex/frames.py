@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 
@@ -16,6 +17,8 @@ PART_COST = 64  # of the window, besides its bytes
 MESSAGE_COST = 8 * 1024
 MAX_BATCH_BYTES = 64 * 1024
 _FRAME_BYTES = 48  # of a frame besides its content, at most
+PING_S = 0.05  # between two pings, at least
+_PATIENCE_S = 0.02  # with a pong
 
 
 class FrameQueue:
@@ -26,7 +29,10 @@ class FrameQueue:
         self._batches = deque([(self.made_at, pb.SessionFrames(window=WINDOW_BYTES))])
         self._room = 0  # bytes, in the last batch
         self._added = asyncio.Event()
-        self._closed = False
+        self._closed = self._asked = False  # asked for a pong
+        self._pinged_at, self._fastest_s = -math.inf, math.inf  # from a ping to its pong
+        self.answered = asyncio.Event()  # the last ping
+        self.answered.set()
 
     def add(self, stream: int, size: int = 0) -> pb.SessionFrame:
         """Return a new frame, to be filled at once with content of at most `size` bytes."""
@@ -40,15 +46,36 @@ class FrameQueue:
 
     async def next(self) -> pb.SessionFrames | None:
         """Wait for the next batch; return None after the end."""
-        while not self._batches:
+        while not self._batches and not self._asked:
             if self._closed:
                 return None
             self._added.clear()
             await self._added.wait()
-        self.made_at, batch = self._batches.popleft()
+        now = time.monotonic()
+        self.made_at, batch = self._batches.popleft() if self._batches else (now, pb.SessionFrames())
         if not self._batches:
             self._room = 0
+        if self._asked:
+            batch.pong, self._asked = True, False
+        if batch.frames and self.answered.is_set() and now > self._pinged_at + PING_S:
+            batch.ping, self._pinged_at = True, now
+            self.answered.clear()
         return batch
+
+    def take_marks(self, batch: pb.SessionFrames) -> None:
+        """Take the ping and the pong of a batch that the peer has sent."""
+        if batch.ping:
+            self._asked = True
+            self._added.set()
+        if batch.pong:
+            self._fastest_s = min(self._fastest_s, time.monotonic() - self._pinged_at)
+            self.answered.set()
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether the peer reads much later than at its fastest."""
+        late_s = time.monotonic() - self._pinged_at - max(_PATIENCE_S, 2 * self._fastest_s)
+        return late_s > 0 and not self.answered.is_set()
 
     def close(self) -> None:
         self._closed = True

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import grpc
 import structlog
 
-from outrider.base.aio import background, cancel_all
+from outrider.base.aio import Call, background, cancel_all
 from outrider.base.rpc_status import grpc_status
 from outrider.multiplex.frames import FrameQueue
 from outrider.multiplex.stream import MultiplexedStream, check_batch, check_window
@@ -56,9 +56,7 @@ class MultiplexedHandler:
         self._limits = limits
         self._open: set[CoordinatorSessions] = set()
 
-    async def serve(
-        self, batches: AsyncIterator[pb.SessionFrames], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.SessionFrames]:
+    async def serve(self, batches: AsyncIterator[pb.SessionFrames], context: Call) -> AsyncIterator[pb.SessionFrames]:
         shown = dict(context.invocation_metadata() or ()).get(HEADER)
         shared = CoordinatorSessions(self._handler, self._decode, lambda: self._keys.allows(shown), self._limits)
         self._open.add(shared)
@@ -83,12 +81,9 @@ class MultiplexedService:
 
     multiplexed: MultiplexedHandler
 
-    async def Sessions(
-        self, requests: AsyncIterator[pb.SessionFrames], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.SessionFrames]:
-        async with contextlib.aclosing(self.multiplexed.serve(requests, context)) as batches:  # type: ignore[type-var]
-            async for batch in batches:
-                yield batch
+    @property
+    def Sessions(self) -> Callable[..., AsyncIterator[pb.SessionFrames]]:
+        return self.multiplexed.serve
 
 
 class CoordinatorSessions:
@@ -114,10 +109,9 @@ class CoordinatorSessions:
         try:
             self._window = check_window(await anext(batches, pb.SessionFrames()))
             async for batch in batches:
+                self.frames.take_marks(batch)
                 for frame in check_batch(batch):
                     self._take(frame)
-        except OutriderError as error:
-            self.failure = error
         except Exception as error:
             self.failure = as_outrider_error(error)
         self.frames.close()
@@ -175,12 +169,11 @@ class CoordinatorSessions:
             async with contextlib.aclosing(self._handler(self._requests(stream), context)) as replies:  # type: ignore[type-var]
                 async for reply in replies:
                     stream.send(reply.SerializeToString())
-                    if stream.num_unsent:
+                    if stream.num_unsent or self.frames.is_behind:
                         await self._read_by_peer(stream)
         except Exception as error:
             _end(stream, as_outrider_error(error))
-        else:
-            stream.end()
+        stream.end()  # unless it has ended
 
     async def _requests(self, stream: MultiplexedStream) -> AsyncIterator[Any]:
         while (data := await stream.read()) is not None:
@@ -191,6 +184,7 @@ class CoordinatorSessions:
         try:
             async with asyncio.timeout(seconds):
                 await stream.sent()
+                await self.frames.answered.wait()
         except TimeoutError:
             log.info("stream ended: peer does not read", seconds=seconds)
             unread = f"the peer has not read its messages for {seconds:g} s"

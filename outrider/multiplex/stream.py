@@ -23,12 +23,7 @@ class MultiplexedStream:
     """Messages of one session in both directions. A peer that exceeds its window raises InvalidRequest."""
 
     def __init__(
-        self,
-        number: int,
-        streams: dict[int, MultiplexedStream],
-        frames: FrameQueue,
-        window: int,
-        max_message_bytes: int,
+        self, number: int, streams: dict[int, MultiplexedStream], frames: FrameQueue, window: int, max_bytes: int
     ) -> None:
         """Add the stream to `streams`, where it stays until both sides have ended it."""
         self.number = number
@@ -37,7 +32,7 @@ class MultiplexedStream:
         self.end_received: pb.StreamEnd | None = None
         self.end_sent = False
         self._frames = frames
-        self._max_message_bytes = max_message_bytes
+        self._max_message_bytes = max_bytes
         self._window = self._full_window = window  # bytes that the peer lets us send
         self._unsent: deque[tuple[bytes, bool]] = deque()  # parts for which the window has no room
         self._peer_window = WINDOW_BYTES  # bytes that we let the peer send
@@ -112,22 +107,18 @@ class MultiplexedStream:
         """Take a frame of the peer; raise InvalidRequest for one that no conforming peer sends."""
         if self.end_received is not None:
             raise InvalidRequest.of("frame", "another one", "none after `end`")
-        given = False
+        if not (frame.credit or frame.HasField("open") or frame.HasField("payload") or frame.HasField("end")):
+            raise InvalidRequest.of("frame", "empty", "open, payload, credit or end")
         if frame.HasField("payload"):
-            given = True
             self._receive_part(frame.payload, frame.more)
         if frame.credit:
-            given = True
             self._receive_credit(frame.credit)
         if frame.HasField("end"):
-            given = True
             if frame.end.ByteSize() > MAX_END_BYTES or frame.end.status not in STATUS_CODES:
                 raise InvalidRequest.of("frame.end", frame.end.status, f"a status within {MAX_END_BYTES} bytes")
             self.end_received = frame.end
             self._wake()
             self._leave()
-        if not given and not frame.HasField("open"):
-            raise InvalidRequest.of("frame", "empty", "open, payload, credit or end")
 
     async def read(self) -> bytes | None:
         """Return the next message, or None after the peer's end; raise the error that ended the carrying stream."""
@@ -202,11 +193,9 @@ class MultiplexedStream:
 
 def check_batch(batch: pb.SessionFrames) -> Sequence[pb.SessionFrame]:
     """Return the frames of a later batch; raise InvalidRequest for one that no conforming peer sends."""
-    size = batch.ByteSize()
-    if not batch.frames or size > MAX_BATCH_BYTES:
-        raise InvalidRequest.of(
-            "batch", f"{len(batch.frames)} frames of {size} bytes", f"1 or more, of at most {MAX_BATCH_BYTES} bytes"
-        )
+    if not (batch.frames or batch.pong) or batch.ByteSize() > MAX_BATCH_BYTES:
+        frames = f"{len(batch.frames)} frames of {batch.ByteSize()} bytes"
+        raise InvalidRequest.of("batch", frames, f"1 or more, of at most {MAX_BATCH_BYTES} bytes")
     return batch.frames
 
 

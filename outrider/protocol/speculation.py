@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeVar
 
 from outrider.protocol.checks import MAX_ID_CHARACTERS, check_number, check_salt, check_token, check_tokens
@@ -60,9 +60,7 @@ class DraftSteering:
     eager: bool | None = None  # send guesses as they are drafted
 
     def check(self) -> None:
-        _check_settings(
-            gamma=(self.gamma, MAX_GAMMA), branches=(self.branches, MAX_BRANCHES), nodes=(self.nodes, MAX_NODES)
-        )
+        _check_all(gamma=(self.gamma, MAX_GAMMA), branches=(self.branches, MAX_BRANCHES), nodes=(self.nodes, MAX_NODES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +74,22 @@ class VerifySteering:
     hidden_states: bool | None = None  # send them with verdicts
     states: StateSpecs | None = None  # send these with verdicts as well
     earlier_states: EarlierStates | None = None  # send these once
+    plain_steps: int | None = None  # steps without guesses that may share a verdict
 
     def check(self) -> None:
-        _check_settings(
+        _check_all(
             gamma=(self.gamma, MAX_GAMMA),
             draft_wait_us=(self.draft_wait_us, MAX_DRAFT_WAIT_US),
             nodes=(self.nodes, MAX_NODES),
             paying_nodes=(self.paying_nodes, MAX_NODES),
+            plain_steps=(self.plain_steps, MAX_GAMMA),
         )
         for asked in (self.states, self.earlier_states):
             if asked is not None:
                 asked.check()
 
 
-def _check_settings(**settings: tuple[int | None, int]) -> None:
+def _check_all(**settings: tuple[int | None, int]) -> None:
     for name, (value, high) in settings.items():
         if value is not None:
             check_number(f"steer.{name}", value, 0, high)
@@ -308,8 +308,26 @@ class Verdict:
         return max(1, len(self.tokens) - self.accepted)
 
     @property
+    def is_plain(self) -> bool:
+        return self.last is TokenKind.PLAIN and self.hidden_states is None and not self.layer_states
+
+    @property
     def kinds(self) -> tuple[TokenKind, ...]:
         return (TokenKind.ACCEPTED,) * self.accepted + (self.last,) * (len(self.tokens) - self.accepted)
+
+
+def joined(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return plain verdicts as one."""
+    first, *_, last = verdicts[0], *verdicts
+    if first is last:
+        return first
+    return replace(
+        last,
+        position=first.position,
+        tokens=tuple(chain.from_iterable(each.tokens for each in verdicts)),
+        logprobs=tuple(chain.from_iterable(each.logprobs for each in verdicts)),
+        timings=replace(last.timings, cached_tokens=first.timings.cached_tokens),
+    )
 
 
 @dataclass(frozen=True, slots=True)

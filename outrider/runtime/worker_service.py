@@ -8,11 +8,11 @@ import secrets
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 
-from outrider.base.aio import critical_task
+from outrider.base.aio import Call, critical_task
 from outrider.base.config import WorkerSettings
 from outrider.multiplex.server import MultiplexedService
 from outrider.observability.metrics import Metrics
@@ -113,9 +113,7 @@ class WorkerService(MultiplexedService):
         self._metrics_server.close()
         await self._tracing.close()
 
-    async def Probe(
-        self, request: common.ProbeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> common.ProbeReply:
+    async def Probe(self, request: common.ProbeRequest, context: Call) -> common.ProbeReply:
         return common.ProbeReply(load=convert.load_to_proto(self._worker_loop.load()), draining=self._draining)
 
     def _describe(self) -> WorkerInfo:

@@ -12,6 +12,7 @@ import grpc
 import structlog
 from grpc_health.v1 import health
 
+from outrider.base.aio import Call
 from outrider.protocol.errors import Unauthenticated
 from outrider.security.api_keys import HEADER, ApiKeys
 from outrider.security.error_interceptor import abort
@@ -54,7 +55,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return await continuation(handler_call_details)
         return self._refused
 
-    async def _refuse(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _refuse(self, requests: AsyncIterator[bytes], context: Call) -> None:
         log.debug("call rejected: API key not accepted", peer=context.peer())
         await asyncio.sleep(REFUSAL_S)
         message = f"a valid key is needed here, sent as '{HEADER}: Bearer KEY'"

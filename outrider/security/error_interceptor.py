@@ -14,6 +14,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc._cython import cygrpc
 
+from outrider.base.aio import Call
 from outrider.base.rpc_status import grpc_status
 from outrider.protocol import convert
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError
@@ -86,7 +87,7 @@ def _valid(request: Any) -> Any:
 
 
 def _checked_unary_handler(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def checked(request: Any, context: Call) -> Any:
         try:
             return await behaviour(_valid(request), context)
         except grpc.aio.AbortError:
@@ -98,7 +99,7 @@ def _checked_unary_handler(behaviour: Callable[..., Awaitable[Any]]) -> Callable
 
 
 def _checked_stream_handler(behaviour: Callable[..., AsyncIterator[Any]], write_timeout_s: float) -> Callable[..., Any]:
-    async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def checked(request: Any, context: Call) -> None:
         timer = _WriteTimer(write_timeout_s)
         try:
             async with contextlib.aclosing(behaviour(_valid(request), context)) as replies, timer.timeout:  # type: ignore[type-var]
@@ -146,7 +147,7 @@ class _WriteTimer:
             self.handle = asyncio.get_running_loop().call_at(over_at, self._check)
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:
+async def abort(context: Call, error: OutriderError) -> NoReturn:
     """End a call with a status and the error as trailing metadata."""
     metadata = ((convert.ERROR_KEY, convert.error_to_proto(error).SerializeToString()),)
     details = error.message.encode("ascii", "replace").decode()  # gRPC triples other bytes, and headers are small

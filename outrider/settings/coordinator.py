@@ -30,9 +30,7 @@ class CoordinatorSettings(Settings, DrafterKey):
     max_prompt_kib: int = Field(4096, ge=1, description="Maximum length of a prompt, KiB of text.")
     gamma_max: int = Field(16, ge=0, le=64, description="Largest γ that γ control chooses; ahead, twice that.")
     drafters_per_session: int = Field(1, ge=1, le=8, description="Maximum number of drafters per session.")
-    heartbeat_ms: int = Field(
-        1000, ge=50, description="Interval of workers' reports, ms; a worker is lost after five without one."
-    )
+    heartbeat_ms: int = Field(1000, ge=50, description="Interval of workers' reports, ms; lost after five without one.")
     worker_wait_s: float = Field(30.0, ge=0, description="Time that a session waits for a verifier, seconds.")
     verdict_timeout_s: float = Field(
         10.0, gt=0, description="Timeout for a verdict, seconds, longer for prompts; then the verifier is replaced."

@@ -214,11 +214,6 @@ def sums(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _running(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum before each entry of a row, in order: zeros at the end change nothing.  # [rows, ids]"""
-    return torch.nn.functional.pad(rows.cumsum(dim=-1)[:, :-1], (1, 0))
-
-
 def _sorted_nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return enough ids for the nucleus, likeliest first, equals by id. A row does not depend on the others."""
     for count in _NUCLEUS_SIZES:
@@ -238,7 +233,10 @@ def _sorted_nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Ten
 def _cut_sorted(ids: torch.Tensor, probs: torch.Tensor, cuts: Cuts) -> Candidates:
     """Apply top-p and min-p to rows sorted by falling probability."""
     if cuts.kind.top_p:
-        probs = probs * (_running(probs) < cuts.top_p)
+        before = torch.nn.functional.pad(
+            probs.cumsum(dim=-1)[:, :-1], (1, 0)
+        )  # in order: zeros at the end change nothing
+        probs = probs * (before < cuts.top_p)
     if cuts.kind.min_p:
         probs = probs * (probs >= cuts.min_p * probs[:, :1])
     return Candidates(ids, probs / probs.cumsum(dim=-1)[:, -1:])

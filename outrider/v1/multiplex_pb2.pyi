@@ -20,8 +20,14 @@ class SessionFrames(google.protobuf.message.Message):
 
     FRAMES_FIELD_NUMBER: builtins.int
     WINDOW_FIELD_NUMBER: builtins.int
+    PING_FIELD_NUMBER: builtins.int
+    PONG_FIELD_NUMBER: builtins.int
     window: builtins.int
     """bytes that a session's stream may have unread; first batch only"""
+    ping: builtins.bool
+    """asks for a `pong` once the batch has been read; none is asked for before it has come"""
+    pong: builtins.bool
+    """a batch with it may have no frames"""
     @property
     def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SessionFrame]:
         """in the order in which they were sent"""
@@ -31,8 +37,10 @@ class SessionFrames(google.protobuf.message.Message):
         *,
         frames: collections.abc.Iterable[global___SessionFrame] | None = ...,
         window: builtins.int = ...,
+        ping: builtins.bool = ...,
+        pong: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frames", b"frames", "window", b"window"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "ping", b"ping", "pong", b"pong", "window", b"window"]) -> None: ...
 
 global___SessionFrames = SessionFrames
 

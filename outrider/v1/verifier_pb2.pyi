@@ -196,7 +196,7 @@ class VerifySteering(google.protobuf.message.Message):
     paying_nodes: builtins.int
     """unless 0, in place of nodes: at most so many, as far as they pay for the time that they add to a shared step"""
     plain_steps: builtins.int
-    """steps without guesses, whose tokens an attached engine may send in one verdict; absent: 1"""
+    """steps without guesses whose tokens may come in one verdict; absent: 1"""
     @property
     def states(self) -> outrider.v1.common_pb2.StateSpecs:
         """send these states with the next verdicts, beside those of hidden_states"""
@@ -295,8 +295,8 @@ global___Opened = Opened
 
 @typing.final
 class Verdict(google.protobuf.message.Message):
-    """An attached engine may answer for several steps without guesses, see VerifySteering.plain_steps: each has one token, and the
-    timings are those of the last one.
+    """A verdict may answer for several steps without guesses, see VerifySteering.plain_steps: each has one token, and the timings
+    are those of the last one.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -229,7 +229,7 @@ class Verify:
 
 
 _OPEN = ("session_id", "epoch", "prompt_length", "hidden_states", "cache_salt")
-_STEER = ("gamma", "draft_wait_us", "states")
+_STEER = ("gamma", "draft_wait_us", "states", "plain_steps")
 
 
 def opening(tokens: list[int], **fields: Any) -> verify.OpenVerify:

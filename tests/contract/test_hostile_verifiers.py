@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from coordinator.api.service import CoordinatorService
+from coordinator.sessions.streams import PLAIN_STEPS
 from coordinator.workers.shunned import ShunnedWorkers
 from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
@@ -42,6 +43,7 @@ MANNERS: dict[str, Reply] = {
     "accepts without end": lambda at: verdict(at, accepted=2**31),
     "checks without end": lambda at: verdict(at, proposed=2**31, nodes=2**31),
     "a million tokens": lambda at: verdict(at, tokens=[7] * 1_000_000),
+    "more plain steps than asked for": lambda at: verdict(at, tokens=[7] * (PLAIN_STEPS + 1)),
     "ids that there are not": lambda at: verdict(at, tokens=[2**31]),
     "elsewhere": lambda at: verdict(at + 1),
     "no kind that there is": lambda at: verdict(at, last=99),

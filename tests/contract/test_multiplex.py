@@ -20,7 +20,7 @@ from outrider.engine.loading.loader import LoadedModel
 from outrider.multiplex import client
 from outrider.multiplex.calls import SessionCall
 from outrider.multiplex.client import WorkerCalls
-from outrider.multiplex.frames import MAX_BATCH_BYTES, PART_BYTES, WINDOW_BYTES
+from outrider.multiplex.frames import MAX_BATCH_BYTES, MESSAGE_COST, PART_BYTES, WINDOW_BYTES
 from outrider.protocol.errors import Fenced, InvalidRequest, PeerLost
 from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
@@ -31,7 +31,7 @@ from outrider.v1 import multiplex_pb2 as pb
 from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc
 from tests.cluster import in_process, verifier_load
-from tests.contract.conftest import Verify, drafter_serving, verifier_serving, verifying
+from tests.contract.conftest import Verify, drafter_serving, opening, verifier_serving, verifying
 from verifier.engine_target import EngineTarget
 from verifier.service import VerifierService
 
@@ -191,6 +191,51 @@ async def test_a_session_has_at_most_32_messages_on_their_way(
         assert len(await read_all(reading)) == 600
         assert len(arrived) <= 32
         assert len(await read_all(stalled)) == 1500, "one after the other, as they are read"
+
+
+@pytest.mark.parametrize("plain_steps", [8, None])
+async def test_plain_steps_share_a_verdict_while_a_coordinator_is_behind(
+    verifier: str, prompt: list[int], plain_steps: int | None
+) -> None:
+    """The verifier sends nothing more until its ping is answered, so that what is read next is not old."""
+    params = {"session_id": "late", "max_tokens": 1500} | ({"plain_steps": plain_steps} if plain_steps else {})
+    first = verify.VerifyRequest(open=opening(prompt, **params)).SerializeToString()
+    async with grpc.aio.insecure_channel(verifier, options=channel_options()) as channel:
+        call = verifier_rpc.VerifierStub(channel).Sessions(timeout=30)
+        await call.write(FIRST)
+        await call.write(pb.SessionFrames(frames=[opened(1), pb.SessionFrame(stream=1, payload=first)]))
+        tokens: list[int] = []
+        lengths: list[int] = []
+        pauses, pongs, unread = 0, 0, 0
+        while len(tokens) < 1500:
+            reading = asyncio.ensure_future(call.read())
+            done, _ = await asyncio.wait([reading], timeout=0.5)
+            if not done:
+                pauses += 1
+                await call.write(pb.SessionFrames(pong=True))
+            batch = await reading
+            for frame in batch.frames:
+                reply = verify.VerifyReply.FromString(frame.payload)
+                if reply.HasField("verdict"):
+                    unread += MESSAGE_COST + len(frame.payload)
+                    lengths.append(len(reply.verdict.tokens))
+                    assert reply.verdict.position == len(prompt) + len(tokens)
+                    tokens += reply.verdict.tokens
+            if batch.ping:
+                pongs += 1
+                if pongs != 3:
+                    await call.write(pb.SessionFrames(pong=True))
+            if unread > WINDOW_BYTES // 2:
+                await call.write(pb.SessionFrames(frames=[pb.SessionFrame(stream=1, credit=unread)]))
+                unread = 0
+        call.cancel()
+    assert pauses == 1, "while the third ping had no answer"
+    async with verifying(verifier) as alone:
+        await alone.open(prompt, session_id="alone", max_tokens=1500)
+        await alone.rest()
+    assert tokens == alone.tokens
+    assert max(lengths) == (plain_steps or 1)
+    assert await soon_free(verifier)
 
 
 async def test_a_cancelled_session_is_freed_and_the_others_go_on(verifier: str, prompt: list[int]) -> None:

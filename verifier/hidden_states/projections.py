@@ -7,13 +7,11 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any
 
-import grpc
 import structlog
 import torch
 
-from outrider.base.aio import first_message
+from outrider.base.aio import Call, first_message
 from outrider.hidden_states.projection import MAX_BYTES, Projection
 from outrider.protocol import convert
 from outrider.protocol.errors import Expired, InvalidRequest, Overloaded
@@ -126,7 +124,7 @@ class ProjectionService:
     projections: Projections
 
     async def PutProjection(
-        self, requests: AsyncIterator[common.ProjectionPart], context: grpc.aio.ServicerContext[Any, Any]
+        self, requests: AsyncIterator[common.ProjectionPart], context: Call
     ) -> AsyncIterator[pb.ProjectionReply]:
         async for wanted in self.projections.receive(requests):
             yield pb.ProjectionReply(wanted=wanted)

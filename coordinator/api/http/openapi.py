@@ -129,14 +129,8 @@ def _converts(summary: str, bodies: Sequence[type[Any]], example: Json, reply: t
 
 
 def _gets(summary: str, content: Json, *statuses: int) -> Json:
-    return {
-        "summary": summary,
-        "responses": {"200": {"description": summary, "content": content}, **_errors(*statuses)},
-    }
-
-
-def _errors(*statuses: int) -> Json:
-    return {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted({405, 500, *statuses})}
+    errors = {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted({405, 500, *statuses})}
+    return {"summary": summary, "responses": {"200": {"description": summary, "content": content}, **errors}}
 
 
 def _error(status: int) -> Json:

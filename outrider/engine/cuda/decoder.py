@@ -89,7 +89,8 @@ class Decoder:
         torch.mm(final[: len(logits)], spec.head.weight.T, out=logits)
         if spec.head.bias is not None:
             logits.add_(spec.head.bias)
-        _capped(logits, spec.logit_softcap)
+        if spec.logit_softcap:
+            logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
         return torch.cat([final, *states], dim=1) if states else final
 
     def copy(self, old: Sequence[int], new: Sequence[int]) -> None:
@@ -171,10 +172,6 @@ def _activated(x: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "relu":
         return functional.relu(x)
     return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
-
-
-def _capped(x: torch.Tensor, cap: float) -> torch.Tensor:
-    return x.div_(cap).tanh_().mul_(cap) if cap else x
 
 
 def _table(rotate: Callable[[torch.Tensor], Cosines], positions: int, dim: int, like: torch.Tensor) -> Cosines:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,7 +19,7 @@ from outrider.engine.vllm.attached.request import AttachedRequest, as_plain
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError, PeerLost, Unavailable
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import Verdict
+from outrider.protocol.speculation import Verdict, joined
 from outrider.runtime.worker_service import machine_id
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -64,10 +63,8 @@ class _RequestStream:
     def flush(self) -> None:
         while self.unsent:
             part, self.unsent = self.unsent[: self.plain_steps], self.unsent[self.plain_steps :]
-            tokens = tuple(token for each in part for token in each.tokens)
-            verdict = replace(part[0], tokens=tokens, timings=part[-1].timings)
             if self.outbox is not None:
-                self.outbox.put_nowait(verify.VerifyReply(verdict=convert.verdict_to_proto(verdict)))
+                self.outbox.put_nowait(verify.VerifyReply(verdict=convert.verdict_to_proto(joined(part))))
 
 
 class AttachmentClient:

@@ -1,0 +1,100 @@
+"""Frame queues: how a sender notices that its peer reads late."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.multiplex import frames
+from outrider.multiplex.frames import PING_S, FrameQueue
+from outrider.multiplex.stream import check_batch
+from outrider.v1 import multiplex_pb2 as pb
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(frames, "time", clock)
+    return clock
+
+
+async def sent(queue: FrameQueue, *, new: bool = True) -> pb.SessionFrames:
+    """Return the next batch, of one new frame, as the peer gets it."""
+    if new:
+        queue.add(1)
+    batch = await queue.next()
+    assert batch is not None
+    check_batch(batch)
+    return pb.SessionFrames.FromString(batch.SerializeToString())
+
+
+async def connected(clock: Clock) -> tuple[FrameQueue, FrameQueue]:
+    """Return two sides whose fastest answer took 4 ms."""
+    ours, theirs = FrameQueue(), FrameQueue()
+    for side in (ours, theirs):
+        assert await side.next() is not None  # the window
+    batch = await sent(ours)
+    assert batch.ping
+    clock.now += 0.004
+    theirs.take_marks(batch)
+    ours.take_marks(await sent(theirs, new=False))
+    return ours, theirs
+
+
+async def test_a_peer_is_behind_while_its_answer_takes_much_longer_than_its_fastest(clock: Clock) -> None:
+    ours, theirs = await connected(clock)
+    clock.now += PING_S
+    asked = await sent(ours)
+    assert asked.ping
+    clock.now += 0.019
+    assert not ours.is_behind
+    clock.now += 0.002
+    assert ours.is_behind
+    assert not (await sent(ours)).ping, "one at a time"
+    theirs.take_marks(asked)
+    ours.take_marks(await sent(theirs, new=False))
+    assert not ours.is_behind
+    assert ours.answered.is_set()
+
+
+async def test_a_slow_connection_makes_no_peer_late(clock: Clock) -> None:
+    ours, theirs = FrameQueue(), FrameQueue()
+    for side in (ours, theirs):
+        assert await side.next() is not None
+    for _ in range(3):
+        asked = await sent(ours)
+        clock.now += 0.15
+        assert not ours.is_behind
+        theirs.take_marks(asked)
+        ours.take_marks(await sent(theirs))
+
+
+async def test_a_peer_of_an_earlier_release_answers_nothing_and_is_never_behind(clock: Clock) -> None:
+    ours = FrameQueue()
+    assert await ours.next() is not None
+    assert (await sent(ours)).ping
+    clock.now += 60
+    assert not ours.is_behind
+
+
+async def test_pings_are_rare_and_answers_have_none(clock: Clock) -> None:
+    ours, theirs = await connected(clock)
+    assert not (await sent(ours)).ping
+    clock.now += PING_S
+    asked = await sent(ours)
+    theirs.take_marks(asked)
+    clock.now += PING_S
+    answer = await sent(theirs, new=False)
+    assert answer.pong
+    assert not answer.frames
+    assert not answer.ping, "or two idle sides would answer each other for ever"
+    assert not (await sent(theirs)).pong, "once"

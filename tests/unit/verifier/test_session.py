@@ -1,0 +1,95 @@
+"""A session's replies: plain steps that its peer has not read share a verdict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.engine.mock import MockEngine
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import FinishReason, TokenKind, TokenLogprobs, Verdict, VerifySteering, VerifyTimings
+from verifier.session import Ended, Rejection, VerifyOpening, VerifySession
+
+PROMPT = (1, 2, 3)
+
+
+def opened(plain_steps: int | None = 32) -> VerifySession:
+    params = SamplingParams(seed=1, temperature=0.0, max_tokens=64, logprobs=0)
+    steering = VerifySteering(plain_steps=plain_steps)
+    opening = VerifyOpening("one", 1, PROMPT, len(PROMPT), params, steering=steering)
+    return VerifySession(opening, MockEngine().info, torch.device("cpu"))
+
+
+def commit(session: VerifySession, count: int, **fields: object) -> None:
+    """Commit the tokens 10, 11, … of plain steps, each with its number as its times."""
+    for _ in range(count):
+        number = len(session.committed) - len(PROMPT)
+        logprobs = (TokenLogprobs(-float(number)),)
+        times = VerifyTimings(wait_us=number, step_us=number, cached_tokens=7 if number == 0 else 0)
+        at = len(session.committed)
+        verdict = Verdict(at, (10 + number,), 0, TokenKind.PLAIN, timings=times, logprobs=logprobs)
+        for name, value in fields.items():
+            setattr(verdict, name, value)
+        session.commit(verdict)
+
+
+async def test_plain_steps_that_are_unread_share_a_verdict() -> None:
+    session = opened()
+    commit(session, 4)
+    commit(session, 1, finish_reason=FinishReason.LENGTH)
+    session.end()
+    verdict = await session.next_reply()
+    assert isinstance(verdict, Verdict)
+    assert (verdict.position, verdict.tokens, verdict.accepted) == (3, (10, 11, 12, 13, 14), 0)
+    assert verdict.steps == 5
+    assert [each.logprob for each in verdict.logprobs] == [0.0, -1.0, -2.0, -3.0, -4.0]
+    assert (verdict.timings.wait_us, verdict.timings.step_us) == (4, 4), "those of the last step"
+    assert verdict.timings.cached_tokens == 7, "what the first verdict reports"
+    assert verdict.finish_reason is FinishReason.LENGTH
+    assert await session.next_reply() == Ended(None)
+
+
+async def test_a_verdict_that_is_read_at_once_stands_alone() -> None:
+    session = opened()
+    for number in range(3):
+        commit(session, 1)
+        verdict = await session.next_reply()
+        assert isinstance(verdict, Verdict)
+        assert verdict.tokens == (10 + number,)
+
+
+async def test_guesses_states_and_refusals_keep_their_place() -> None:
+    session = opened()
+    commit(session, 2)
+    guessed = Verdict(5, (50, 51), 1, TokenKind.BONUS, proposed=1, nodes=1)
+    session.commit(guessed)
+    commit(session, 2)
+    session.reject(InvalidRequest("wrong"), 1)
+    commit(session, 1)
+    commit(session, 1, layer_states=("states",))
+    replies = [await session.next_reply() for _ in range(6)]
+    verdicts = [reply for reply in replies if isinstance(reply, Verdict)]
+    assert [(each.position, len(each.tokens)) for each in verdicts] == [(3, 2), (5, 2), (7, 2), (9, 1), (10, 1)]
+    assert verdicts[1] == guessed
+    assert isinstance(replies[3], Rejection)
+    assert session.outbox.empty()
+
+
+@pytest.mark.parametrize(("plain_steps", "lengths"), [(4, [4, 4, 1]), (1, [1] * 9), (None, [1] * 9), (0, [1] * 9)])
+async def test_a_verdict_has_no_more_steps_than_the_peer_takes(plain_steps: int | None, lengths: list[int]) -> None:
+    session = opened(plain_steps)
+    commit(session, 9)
+    verdicts = [await session.next_reply() for _ in lengths]
+    assert [len(each.tokens) for each in verdicts if isinstance(each, Verdict)] == lengths
+
+
+async def test_a_stalled_session_goes_on_once_half_is_read() -> None:
+    session = opened(32)
+    commit(session, 66)
+    assert session.check_backlog()
+    assert isinstance(await session.next_reply(), Verdict)
+    assert not session.resume_after_read()
+    await session.next_reply()
+    assert session.resume_after_read()
+    assert not session.check_backlog()
