@@ -14,7 +14,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from coordinator.persistence.stored_records import Unreadable
 from outrider.base.aio import until
-from outrider.protocol.errors import Unavailable
+from outrider.protocol.errors import StartupError, Unavailable
 
 log = structlog.get_logger(__name__)
 
@@ -33,16 +33,19 @@ class RedisConnection:
 
     def __init__(self, url: str, skipped: Callable[[str, str], None]) -> None:
         """Make the pool; `skipped` is called with kind and reason for each invalid record."""
-        pool = redis.BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=TIMEOUT_S,  # to wait for a free connection
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-            health_check_interval=0,
-            retry=Retry(NoBackoff(), 1),
-            retry_on_error=[redis.ConnectionError],
-        )
+        try:
+            pool = redis.BlockingConnectionPool.from_url(
+                url,
+                max_connections=MAX_CONNECTIONS,
+                timeout=TIMEOUT_S,  # to wait for a free connection
+                socket_timeout=TIMEOUT_S,
+                socket_connect_timeout=TIMEOUT_S,
+                health_check_interval=0,
+                retry=Retry(NoBackoff(), 1),
+                retry_on_error=[redis.ConnectionError],
+            )
+        except ValueError as error:
+            raise StartupError(f"redis_url: {error}", field="redis_url") from None
         self.client = redis.Redis.from_pool(pool)
         self.up = False
         self._skipped = skipped

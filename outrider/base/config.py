@@ -39,7 +39,7 @@ _NAMES = (
     "NUM_PROMPTS OPEN_METRICS OPEN_TIMEOUT_S OTLP_ENDPOINT OUT OWN_DRAFTER PACE PIPELINE_PARALLEL PLAIN PLOT PORT "
     "PREFILL_ROWS PREFILL_STRETCH PREFIX_TOKENS PROMPTS PROMPTS_PER_KIND QUANTIZATION QUICK REDIS_URL REGEX RESTART "
     "ROUNDS RTTS SECONDS SEED SERVED_MODEL_NAME SESSIONS SESSION_TTL_S SET SHAPE SHARE_PREFIXES SHOW_GUESSES "
-    "STATE_DIR STOP STATE_LAYERS SUFFIX_CERTAINTY SUFFIX_FACTOR SUFFIX_SHARED_TOKENS SUMMARY SYSTEM SYSTEM_PROMPTS "
+    "STATE_DIR STATE_LAYERS SUFFIX_CERTAINTY SUFFIX_FACTOR SUFFIX_SHARED_TOKENS SUMMARY SYSTEM SYSTEM_PROMPTS "
     "TARGET TEMPERATURE TENANT_STRETCH TENSOR_PARALLEL THREADS TIMEOUT_S TIMES TLS TLS_CA TLS_CERT TLS_CLIENT_AUTH "
     "TLS_KEY TLS_NAME TOGETHER TOKENS TOOL_PARSER TOP_K TOP_P UNROLL VERDICT_TIMEOUT_S VERIFICATION VERIFIERS "
     "VERIFY_PACE VLLM_ARGS VLLM_DTYPE VLLM_PYTHON VOCABULARY WORKER_WAIT_S WRITE_TIMEOUT_S"
@@ -91,9 +91,7 @@ class Settings(BaseModel):
     max_streams: int = Field(1024, ge=1, description="Maximum streams per connection, and sessions per shared one.")
     max_connections: int = Field(1024, ge=1, description="Connections per port; fewer if the descriptor limit says so.")
     open_timeout_s: float = Field(10.0, gt=0, description="Timeout for a stream's first message, seconds.")
-    write_timeout_s: float = Field(
-        30.0, gt=0, description="A stream ends if its peer does not read a message within this time, seconds."
-    )
+    write_timeout_s: float = Field(30.0, gt=0, description="Seconds a peer may take to read before its stream ends.")
     drain_s: float = Field(10.0, ge=0, description="After SIGTERM, time for streams to finish, seconds.")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="Log one JSON object per line instead of text.")
@@ -104,9 +102,7 @@ class Settings(BaseModel):
     tls_cert: str = Field("", description="PEM file: this service's certificate. With it the service uses TLS only.")
     tls_key: str = Field("", description="PEM file: private key of --tls-cert, unencrypted.")
     tls_ca: str = Field("", description="PEM file: authority of other services' certificates.")
-    tls_name: str = Field(
-        "", description="Name in other services' certificates, if they share one; empty: the host that is called."
-    )
+    tls_name: str = Field("", description="Name in all other services' certificates; empty: the host that is called.")
     tls_client_auth: bool = Field(False, description="Require client certificates signed by --tls-ca (mTLS).")
     otlp_endpoint: str = Field("", description="Traces go to this OTLP/HTTP collector, http://host:4318; empty: none.")
 
@@ -187,10 +183,10 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
 
 
 def option(flag: str, text: str, **more: Any) -> Any:
-    """Return an option with its environment variable: --max-tokens and OUTRIDER_MAX_TOKENS."""
+    """Return an option with its environment variable, as --max-tokens has OUTRIDER_MAX_TOKENS; envvar=None: none."""
     names = [flag, *more.pop("short", [])]
     first = flag.split("/")[0].removeprefix("--")
-    return typer.Option(*names, envvar=PREFIX + first.upper().replace("-", "_"), help=text, **more)
+    return typer.Option(*names, help=text, **{"envvar": PREFIX + first.upper().replace("-", "_"), **more})
 
 
 def main(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> None:

@@ -33,17 +33,14 @@ MinP = Annotated[float, option("--min-p", "Exclude tokens below this share of th
 Seed = Annotated[int | None, option("--seed", "Equal seeds, equal texts (not in rejection and block mode).")]
 Gamma = Annotated[int | None, option("--gamma", "Fix γ, the tokens guessed ahead; 0: plain decoding. Else adaptive.")]
 Branches = Annotated[int | None, option("--branches", "Fix the guesses per position. Default: adaptive.", min=1)]
-Ahead = Annotated[
-    bool | None,
-    option("--ahead/--in-turns", "Let the drafter continue while its guesses are checked, or wait. Default: adaptive."),
-]
+Ahead = Annotated[bool | None, option("--ahead/--in-turns", "Draft during checks, or in turns. Default: adaptive.")]
 Explain = Annotated[bool, option("--explain", "Print expected and measured throughput of each plan at the end.")]
-Drafter = Annotated[str, option("--drafter", "Use only drafters of this kind: suffix, model, ... Default: any.")]
+Drafter = Annotated[str, option("--drafter", "Use only drafters of this kind, as suffix; else any.", envvar=None)]
 Mode = Annotated[
     str | None,
     option("--verification", "greedy, coupled, rejection or block. Default: greedy at temperature 0, else coupled."),
 ]
-Stop = Annotated[list[str] | None, option("--stop", "End the text before this string; repeatable.")]
+Stop = Annotated[list[str] | None, option("--stop", "End the text before this string; repeatable.", envvar=None)]
 JsonSchema = Annotated[str, option("--json-schema", "Generate only JSON of this JSON schema: a file, or the schema.")]
 JsonObject = Annotated[bool, option("--json-object", "Generate only a JSON object.")]
 Regex = Annotated[str, option("--regex", "Generate only text that this whole regular expression matches.")]
@@ -54,7 +51,7 @@ Plain = Annotated[bool, option("--plain", "Disable speculation; the same as --ga
 def connect(flags: Mapping[str, Any]) -> Client:
     """Return a client of the coordinators given by the flags of a command."""
     return Client(
-        flags["endpoint"].split(","),
+        [each.strip() for each in flags["endpoint"].split(",")],
         timeout_s=flags.get("timeout_s"),
         api_key=ApiKeys.parse(flags["api_key"], "api_key").first,
         tls=Tls.load(cert=flags["tls_cert"], key=flags["tls_key"], ca=flags["tls_ca"], name=flags["tls_name"]),

@@ -29,7 +29,7 @@ from outrider.protocol.errors import OutriderError, StartupError
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.security.tls import SYSTEM
 
-Port = Annotated[int, option("--port", "Port of the first coordinator; further ones take the next ports.")]
+Port = Annotated[int, option("--port", "Port of the first coordinator; others take the next ones.", max=65535)]
 
 
 def _defaults_from(context: typer.Context, config: str) -> str:

@@ -98,8 +98,18 @@ def collect(replies: Iterable[Reply]) -> Generation:
 
 
 def make_request(prompt: str | None, options: Options) -> pb.GenerateRequest:
+    """Return the message of a request; raise InvalidRequest for one that cannot be made."""
     if unknown := options.keys() - Options.__annotations__.keys():
         raise InvalidRequest(f"{', '.join(sorted(unknown))} is no option of a request; params has those of sampling")
+    if (prompt, options.get("chat"), options.get("tokens")).count(None) < 2:
+        raise InvalidRequest("a request has a prompt, a chat or tokens, not several of them")
+    try:
+        return _request(prompt, options)
+    except (TypeError, ValueError) as error:  # no number of the field's type
+        raise InvalidRequest(str(error)) from error
+
+
+def _request(prompt: str | None, options: Options) -> pb.GenerateRequest:
     request = pb.GenerateRequest(
         params=convert.params_to_proto(options.get("params") or SamplingParams()),
         # With a key a request can be repeated if its answer was lost.

@@ -62,11 +62,7 @@ class Client:
         return self._stream(StreamProgress(make_request(prompt, options), len(self._channels)))
 
     def resume(self, session_id: str, position: int = 0, tail: Sequence[int] = ()) -> Iterator[Reply]:
-        """Stream the rest of an output from the output token at `position`.
-
-        `tail` are the known tokens before it: in rejection and block mode, tokens
-        lost with a coordinator cannot be computed again.
-        """
+        """Stream an output from the token at `position`; rejection and block mode need those before it, as `tail`."""
         request = pb.ResumeRequest(session_id=session_id, from_position=position, tail=tail)
         return self._stream(StreamProgress(request, len(self._channels)))
 

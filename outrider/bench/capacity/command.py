@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.base.config import option
+from outrider.base.processes import end_on_signals
 from outrider.bench.capacity.concurrent_sessions import ConcurrentFigures, run_sessions
 from outrider.bench.common.progress import progress_spinner
 from outrider.bench.common.remote_pair import ThrottledTimes, ToyPair, make_pair, remote_setup
@@ -86,6 +87,7 @@ def capacity(
 
 
 def _compare_places(quick: bool, gamma: int, acceptance: float, json_file: Path | None) -> None:
+    end_on_signals()
     counts = (2, 4, 8) if quick else (2, 4, 6, 8, 12, 16)
     tokens = max(48 if quick else 96, 6 * (gamma + 1))  # several verdicts, however many guesses hold
     console = Console()

@@ -10,6 +10,7 @@ from typing import Annotated
 from rich.console import Console
 
 from outrider.base.config import option
+from outrider.base.processes import end_on_signals
 from outrider.bench.common.progress import progress_spinner
 from outrider.bench.common.remote_pair import ReferenceAnswers, ThrottledTimes, make_pair, remote_setup
 from outrider.bench.common.report import Row, check_files, import_on_use, write_json
@@ -57,6 +58,7 @@ def network(
     to_measure = parse_drafters(drafters or ("0.8:4" if quick else "0.8:4,0.5:4,0.8:16"))
     tokens = tokens or (96 if quick else 192)
     rounds = rounds or (1 if quick else 3)
+    end_on_signals()
     console = Console()
     used_modes = modes((4, 6) if quick else (2, 4, 6, 8))
     results = NetworkResults()

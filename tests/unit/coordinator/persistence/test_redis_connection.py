@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from coordinator.persistence.redis_connection import RedisConnection, StoreDown
 from outrider.base.aio import until
+from outrider.protocol.errors import StartupError
 
 
 class StalledRedis:
@@ -63,3 +64,10 @@ async def test_an_unreachable_redis_is_logged_once_also_at_the_start() -> None:
                 await connection.ping()
     await connection.close()
     assert [line["event"] for line in lines] == ["redis is down"]
+
+
+@pytest.mark.parametrize("url", ["garbage", "redis://:secret@host:port/0"])
+async def test_a_url_that_is_none_is_told_in_a_sentence_without_its_password(url: str) -> None:
+    with pytest.raises(StartupError, match="redis_url: ") as caught:
+        RedisConnection(url, lambda *_: None)
+    assert "secret" not in caught.value.message

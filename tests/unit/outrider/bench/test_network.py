@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from outrider.bench.network.cases import LinkCase, modes
@@ -59,3 +65,20 @@ def test_narrow_links_are_not_predicted() -> None:
 def test_the_rate_of_the_first_tokens_is_that_of_short_answers_too(tokens: int) -> None:
     runs = NetworkRuns([NetworkRun((1,) * tokens, (40.0,) * (tokens - 1), None)])  # type: ignore[arg-type]
     assert runs.first_tokens_per_s == pytest.approx(25.0)
+
+
+@pytest.mark.parametrize("benchmark", ["network", "capacity"])
+def test_a_benchmark_that_is_ended_removes_its_folder(benchmark: str, tmp_path: Path) -> None:
+    script = "from outrider.cli.app import main; main()"
+    command = [sys.executable, "-c", script, "bench", benchmark, "--quick"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("outrider-pair-*")):
+            assert running.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        running.terminate()
+        running.communicate(timeout=30)
+    assert running.returncode != 0
+    assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from outrider.cli import talk
+from outrider.cli import options, talk
 from outrider.cli.app import app
 from outrider.protocol.errors import Unavailable
 
@@ -48,3 +48,24 @@ def test_an_error_ends_an_answer_and_not_the_conversation(monkeypatch: pytest.Mo
     assert result.exit_code == 0, result.output
     assert "the verifier is full" in result.output
     assert there.asked[2] == [("user", "one"), ("assistant", "Yes."), ("user", "three")]
+
+
+def test_generate_takes_no_drafter_or_stop_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OUTRIDER_DRAFTER says which drafter `outrider up` starts, and a variable could not hold a stop with a blank."""
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(talk.options, "connect", lambda _: Coordinator())
+    monkeypatch.setattr(talk, "_stream", lambda client, request, **_: sent.append(request))
+    monkeypatch.setenv("OUTRIDER_DRAFTER", "auto")
+    monkeypatch.setenv("OUTRIDER_STOP", "10 1")
+    result = CliRunner().invoke(app, ["generate", "x"])
+    assert result.exit_code == 0, result.output
+    assert sent[0]["drafter"] == ""
+    assert sent[0]["params"].stop == ()
+
+
+def test_endpoints_may_be_divided_by_commas_and_blanks(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr(options, "Client", lambda endpoints, **_: given.append(endpoints))
+    flags = dict.fromkeys(("api_key", "tls_cert", "tls_key", "tls_ca", "tls_name"), "")
+    options.connect(flags | {"endpoint": "a:1, b:2"})
+    assert given == [["a:1", "b:2"]]

@@ -163,3 +163,12 @@ def test_a_variable_of_a_service_is_told(plans: list[LaunchPlan]) -> None:
 )
 def test_the_example_shows_how_to_trust(plan: LaunchPlan, flags: str) -> None:
     assert up._tls_flags(plan) == flags
+
+
+def test_a_port_that_there_is_not_starts_nothing(plans: list[LaunchPlan], tmp_path: Path) -> None:
+    """Not even the folder of its state."""
+    result = CliRunner().invoke(app, ["up", "--port", "65536", "--state-dir", str(tmp_path / "state")])
+    assert result.exit_code == 2
+    assert "65535" in result.output
+    assert not (tmp_path / "state").exists()
+    assert not plans

@@ -21,3 +21,19 @@ def test_an_option_that_no_request_has_is_told() -> None:
     wrong: Any = {"temperature": 0.0, "max_tokens": 4}
     with pytest.raises(InvalidRequest, match="temperature is no option"):
         make_request("x", wrong)
+
+
+@pytest.mark.parametrize("given", [{"chat": [("user", "x")]}, {"tokens": [1]}])
+def test_a_request_with_several_prompts_is_refused(given: Any) -> None:
+    """One of them would be ignored."""
+    with pytest.raises(InvalidRequest, match="not several"):
+        make_request("x", given)
+    assert make_request(None, given).WhichOneof("input") != "prompt"
+
+
+@pytest.mark.parametrize(
+    "given", [{"gamma": -1}, {"gamma": 2**40}, {"tokens": [-1]}, {"priority": 2**70}, {"gamma": "4"}]
+)
+def test_numbers_that_no_request_can_carry_are_refused(given: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        make_request(None if "tokens" in given else "x", given)
