@@ -50,10 +50,7 @@ class DraftRequest:
     def chain(
         self, tokens: Sequence[int] = (), draft_probs: Sequence[Distribution] | None = None, *, done: bool = False
     ) -> Guess:
-        """Return the open guesses and a chain of new tokens after the longest of them.
-
-        Without `draft_probs` the drafter is certain of the tokens.
-        """
+        """Return the open guesses and a chain of new tokens after the longest; without `draft_probs` it is certain."""
         if draft_probs is None:
             needed = self.params.mode.needs_draft_probs
             draft_probs = [Distribution((token,), (WHOLE,)) for token in tokens] if needed else ()

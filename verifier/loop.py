@@ -64,10 +64,7 @@ class VerificationLoop:
     # Called by the streams.
 
     def open(self, opening: VerifyOpening, guide: GrammarMatcher | None = None) -> VerifySession:
-        """Admit a session or queue it; `guide` is the state of its grammar.
-
-        Raise if the opening is invalid or there is no room.
-        """
+        """Admit a session or queue it, with the state of its grammar; raise if it is invalid or there is no room."""
         if self._draining:
             raise Unavailable("this verifier is shutting down")
         opening.check(self._target.info)

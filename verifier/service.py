@@ -103,7 +103,8 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
                         elif isinstance(reply, EarlierStates):
                             yield pb.VerifyReply(earlier_states=earlier_states(session.hidden_states, reply))
                         else:
-                            span.add(len(reply.tokens), reply.timings.step_us, reply.timings.cached_tokens)
+                            times = reply.timings
+                            span.add(len(reply.tokens), times.step_us, times.cached_tokens, reply.steps)
                             yield pb.VerifyReply(verdict=convert.verdict_to_proto(reply))
                     if reply.error is not None:
                         # Do not wait here: a peer learns of an error from the status, so it would not close first.

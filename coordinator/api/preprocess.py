@@ -77,10 +77,7 @@ def from_proto(request: pb.GenerateRequest) -> ClientRequest:
 async def prepare(
     request: ClientRequest, target: Target, settings: CoordinatorSettings, *, default_tokens: int | None = None
 ) -> SessionRequest:
-    """Return the request with everything resolved.
-
-    `default_tokens` is the default of `max_tokens`, where the context leaves as many.
-    """
+    """Return the request, resolved; `default_tokens` is the default of `max_tokens`, where the context has room."""
     if request.size > LARGE_BYTES or request.params.grammar is not None:
         # Tokenising megabytes takes seconds and compiling a grammar up to one. Other streams continue meanwhile.
         return await asyncio.to_thread(resolve, request, target, settings, default_tokens)

@@ -1,8 +1,8 @@
 """gRPC interceptor that reads clients' messages within the coordinator's byte budget.
 
 `http.limits.BodyReader` is its counterpart for HTTP. gRPC does not report how much of a message has arrived. A message
-that takes longer therefore counts for more and more until it is complete, soon for the largest allowed one, so that
-slow clients cannot use more memory than the budget.
+that takes longer than 0.1 s therefore counts for more and more until it is complete, from 0.5 s on for the largest
+allowed one, so that slow clients cannot use more memory than the budget.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         try:
             for tick in range(-SOON_TICKS, SLOW_TICKS if large else 0):
                 if not reading.done():
-                    self._budget.take(share, self._largest * tick // SLOW_TICKS)
+                    self._budget.take(share, self._largest * tick**3 // SLOW_TICKS**3)
                     await asyncio.wait({reading}, timeout=TICK_S)
             if not reading.done() and large:
                 self._budget.take(share, self._largest)

@@ -178,10 +178,7 @@ class PairEstimate:
         mean.add(min(ms, 2.0 * mean.value) if self.direct and mean.known else ms)
 
     def observe_verdict(self, proposed: int, accepted: int, *, due: bool, from_branches: int = 0) -> None:
-        """Record a verdict.
-
-        `due`: guesses were expected. `from_branches`: number of tokens accepted from a branch.
-        """
+        """Record a verdict; `due`: guesses were expected; `from_branches`: tokens accepted from a branch."""
         if due:
             self.proposal_rate.add(proposed > 0)
         self.checked += proposed > 0

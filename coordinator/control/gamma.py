@@ -57,10 +57,7 @@ REFERENCE_EVERY = 48  # steps with guesses between two plain ones, which are mea
 def choose_plan(
     conditions: Conditions, candidates: Iterable[SpeculationPlan], current: SpeculationPlan | None = None
 ) -> PlanChoice:
-    """Return the plan with the highest net throughput.
-
-    The current plan stays unless another is clearly better or it falls below plain decoding.
-    """
+    """Return the plan of the highest net throughput; the present one stays unless plain or one clearly better wins."""
     net = {plan: net_throughput(conditions, plan) for plan in candidates}
     best = max(net, key=net.__getitem__)
     plain = net.get(PLAIN, 0.0)
@@ -165,7 +162,7 @@ class Controller:
             reads = self._since_plan <= READ_STEPS and not self._estimator.pair.checked
             own, spent_ms = (READ_WAIT, timings.wait_us / 1000) if reads else (len(verdict.tokens), ms)
             gain = own - spent_ms * self._expected_plain / 1000.0
-            self._update_credit(min(0.0, gain) if reads else gain, guessed=verdict.proposed > 0)
+            self._update_credit(min(0.0, gain) if reads else gain, steps, guessed=verdict.proposed > 0)
         if self.plan.gamma and not self._probe_steps_left and self._since_plan > SETTLING and steps == 1:
             self._compare(len(verdict.tokens), ms)
 
@@ -251,8 +248,8 @@ class Controller:
             return choice
         return self._probe(conditions) or choice
 
-    def _update_credit(self, gain: float, *, guessed: bool) -> None:
-        """Record what a step gained over plain decoding, in plain steps; suspend speculation without credit."""
+    def _update_credit(self, gain: float, steps: int, *, guessed: bool) -> None:
+        """Record what steps gained over plain decoding, in plain steps; suspend speculation without credit."""
         suspended, referred = self._suspended, self._since_reference >= REFERENCE_EVERY
         pair = self._estimator.pair
         if self.plan.gamma:
@@ -260,7 +257,7 @@ class Controller:
             pair.gain(max(gain, -LONGEST_ROUND))
         else:
             self._since_reference *= guessed  # by the plan before: no plain step was measured yet
-            pair.credit = max(pair.credit, min(pair.least_credit, pair.credit + pair.refill))
+            pair.credit = max(pair.credit, min(pair.least_credit, pair.credit + steps * pair.refill))
         self._suspended = pair.credit <= 0.0 or (suspended and pair.credit < pair.least_credit)
         if suspended != self._suspended or referred or self._since_reference >= REFERENCE_EVERY:
             self._choice_due = True

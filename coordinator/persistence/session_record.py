@@ -130,10 +130,7 @@ class SessionRecord:
 
 
 def pack(tokens: Sequence[int], kinds: Sequence[TokenKind]) -> bytes:
-    """Pack each token into four bytes, its kind in the upper bits.
-
-    The fixed size lets a write at an offset be repeated.
-    """
+    """Pack each token into four bytes, its kind in the upper bits, so that a write at an offset can be repeated."""
     words = [token | kind << _KIND_SHIFT for token, kind in zip(tokens, kinds, strict=True)]
     return struct.pack(f"<{len(words)}I", *words)
 

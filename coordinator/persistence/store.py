@@ -61,10 +61,7 @@ class Store:
     # Sessions.
 
     async def write(self, record: SessionRecord, start: int, end: int, *, whole: bool) -> str:
-        """Write output tokens [start, end) and the finish reason; return OK, FENCED, MISSING or GAP.
-
-        `whole` writes the request too.
-        """
+        """Write tokens [start, end), finish reason and, if `whole`, request; return OK, FENCED, MISSING or GAP."""
         top = record.request.params.logprobs
         known = [] if top is None else record.logprobs[start:end]
         async with self.connection.calling():

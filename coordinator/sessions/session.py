@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 from structlog.contextvars import bind_contextvars
@@ -100,11 +100,14 @@ class Session:
         if self._task is not None:
             await self._context.write_behind.write_first(self._entry)
 
+    def store(self) -> None:
+        self._context.write_behind.mark_changed(self._entry)
+
     def cancel(self) -> None:
         """End the session for good, at the client's request."""
         if not self.ended:
             self.record.finish_reason = FinishReason.CANCELLED
-            self._context.write_behind.mark_changed(self._entry)
+            self.store()
             self.stop()
 
     def stop(self, error: OutriderError | None = None) -> None:
@@ -126,7 +129,7 @@ class Session:
         request = self.record.request
         num_tokens = len(request.prompt) + request.params.max_tokens + _EXTRA_TOKENS
         try:
-            self._context.write_behind.mark_changed(self._entry)
+            self.store()
             seats = self._context.seats(self.target.identity)
             while not self.record.finished:
                 before = len(self.record.tokens)
@@ -185,9 +188,12 @@ class Session:
         taken = self.output.append(verdict.tokens, kinds, verdict.logprobs)
         record.append(verdict.tokens[:taken], kinds[:taken], verdict.logprobs[:taken])
         record.finish_reason = FinishReason.STOP if self.output.rest.stop else verdict.finish_reason
-        self.stats.record_verdict(verdict, self.drafting.control.plan)
-        self._context.quotas.spend(self._tenant, len(verdict.tokens))
-        self._context.write_behind.mark_changed(self._entry)
+        counted = verdict
+        if taken < len(verdict.tokens):  # up to a stop string
+            counted = replace(verdict, tokens=verdict.tokens[:taken], accepted=min(taken, verdict.accepted))
+        self.stats.record_verdict(counted, self.drafting.control.plan)
+        self._context.quotas.spend(self._tenant, taken)
+        self.store()
         self.drafting.commit(verdict)
         self.output.notify()  # after the commit, which is on the path of the next round
 

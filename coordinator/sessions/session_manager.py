@@ -1,7 +1,4 @@
-"""Sessions of a coordinator: starting, finding by key or id, taking over, following, retiring.
-
-The gRPC and HTTP APIs share it.
-"""
+"""Sessions of a coordinator, for gRPC and HTTP: starting, finding by key or id, taking over, following, retiring."""
 
 from __future__ import annotations
 
@@ -222,7 +219,9 @@ class SessionManager:
                 self._quotas.admit_takeover(tenant(), *self._held())
             check_position(position, record)
             session = Session(record, target, self._context)
-            return session if stored_as_finished else self._live(session_id) or self._run(session)
+            if record.finished and not stored_as_finished:
+                session.store()
+            return session if record.finished else self._live(session_id) or self._run(session)
 
     def _live(self, session_id: str) -> Session | None:
         """Return the session if it runs here and belongs to this tenant."""

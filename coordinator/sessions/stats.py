@@ -126,7 +126,8 @@ class RequestStats:
         """Record the end of the request in metrics, trace and log."""
         seconds = time.monotonic() - self._started
         accepted = _total(self._accepted)
-        reason = record.finish_reason.name.lower() if record.finished else ABANDONED
+        ended = record.finish_reason.name.lower() if record.finished else ABANDONED
+        reason = ended if error is None else error.code
         if record.finished and error is None:
             after_first = self._sums["tokens"] - self._sums["tokens_at_first"]
             self._metrics.record_finished(
@@ -147,7 +148,7 @@ class RequestStats:
             request_id=current().request_id,
             session_id=record.session_id,
             **({"tenant": record.tenant} if record.tenant else {}),
-            reason=reason if error is None else error.code,
+            reason=reason,
             prompt_tokens=len(record.request.prompt),
             output_tokens=len(record.tokens),
             seconds=round(seconds, 3),

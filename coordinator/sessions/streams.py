@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -163,6 +164,8 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
     def steer(self, steering: VerifySteering) -> None:
         self._sent.messages += 1 + self._sent.states.note(steering)
         self._sent.earlier.note(steering)
+        if steering.gamma is not None:  # what control learns from guesses, it learns step by step
+            steering = replace(steering, plain_steps=1 if steering.gamma else PLAIN_STEPS)
         if steering.draft_wait_us is not None:
             self._deadline.wait_timeout_s = steering.draft_wait_us / 1e6
         self.send(verify.VerifyRequest(steer=convert.verify_steering_to_proto(steering)))

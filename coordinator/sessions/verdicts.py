@@ -141,7 +141,8 @@ class VerdictReader:
         ahead = MAX_GAMMA if self._sent.direct else max(0, self._sent.guessed_to - verdict.position)
         _at_most("verdict.proposed", verdict.proposed, min(MAX_GAMMA, ahead, verdict.nodes))
         _at_most("verdict.nodes", verdict.nodes, MAX_NODES if verdict.proposed else 0)
-        _at_most("verdict.remaining_depth", verdict.remaining_depth, min(MAX_GAMMA, max(0, ahead - tokens)))
+        remaining = MAX_GAMMA if self._sent.direct else min(MAX_GAMMA, max(0, ahead - tokens))
+        _at_most("verdict.remaining_depth", verdict.remaining_depth, remaining)
         _at_most("verdict.accepted_from_branch", verdict.accepted_from_branch, accepted)
         seen = {tally.source for tally in verdict.sources}
         if len(seen) < len(verdict.sources) or 0 in seen:

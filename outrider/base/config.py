@@ -208,10 +208,7 @@ def require_keys_or_insecure(settings: Settings) -> None:
 
 
 def flags(settings: Settings) -> list[str]:
-    """Return the command line of the settings that differ from the defaults.
-
-    Secrets are left out: every user of a machine can read command lines.
-    """
+    """Return the settings that differ from the defaults as flags, without secrets: all users can read command lines."""
     line: list[str] = []
     for name, value in settings.model_dump(exclude_defaults=True).items():
         if isinstance(value, SecretStr):

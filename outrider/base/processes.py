@@ -14,10 +14,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def ending_with_parent(by: signal.Signals = signal.SIGTERM) -> Callable[[], None]:
-    """Return what a new child calls so that the kernel sends it a signal when this process dies, in whatever way.
-
-    Linux only.
-    """
+    """Return what a child calls to get a signal from the kernel when this process dies in whatever way; Linux only."""
     parent = os.getpid()
 
     def end_with_parent() -> None:

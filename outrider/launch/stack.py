@@ -169,10 +169,7 @@ class Stack:
         return dead
 
     def stop(self) -> None:
-        """Send SIGTERM to all processes at once, and SIGKILL to those that have not ended in time.
-
-        A second Ctrl-C does not wait.
-        """
+        """Send SIGTERM to all at once, and SIGKILL to those that are late; a second Ctrl-C does not wait."""
         running = [child.process for child in self.children if child.process and child.process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGTERM)

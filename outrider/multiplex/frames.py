@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 
+from outrider.protocol.errors import InvalidRequest
 from outrider.v1 import multiplex_pb2 as pb
 
 WINDOW_BYTES = 256 * 1024  # that a session's stream may have unread
@@ -24,7 +25,8 @@ _PATIENCE_S = 0.02  # with a pong
 class FrameQueue:
     """Frames to send. Those that are added within one tick of the event loop leave in one batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pings: bool = False) -> None:
+        self._pings = pings
         self.made_at = time.monotonic()  # the batch that `next` returned last
         self._batches = deque([(self.made_at, pb.SessionFrames(window=WINDOW_BYTES))])
         self._room = 0  # bytes, in the last batch
@@ -57,13 +59,15 @@ class FrameQueue:
             self._room = 0
         if self._asked:
             batch.pong, self._asked = True, False
-        if batch.frames and self.answered.is_set() and now > self._pinged_at + PING_S:
+        if self._pings and batch.frames and self.answered.is_set() and now > self._pinged_at + PING_S:
             batch.ping, self._pinged_at = True, now
             self.answered.clear()
         return batch
 
     def take_marks(self, batch: pb.SessionFrames) -> None:
-        """Take the ping and the pong of a batch that the peer has sent."""
+        """Take the ping and the pong of a batch that the peer has sent; raise InvalidRequest for one too many."""
+        if (batch.ping and self._asked) or (batch.pong and self.answered.is_set()):
+            raise InvalidRequest.of("batch", "another ping or pong", "one ping until its pong")
         if batch.ping:
             self._asked = True
             self._added.set()

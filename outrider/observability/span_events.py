@@ -24,12 +24,12 @@ class StreamSpan:
         self._name = name
         self._steps = self._tokens = self._step_us = self._cached_tokens = 0
 
-    def add(self, tokens: int, step_us: int, cached_tokens: int = 0) -> None:
+    def add(self, tokens: int, step_us: int, cached_tokens: int = 0, steps: int = 1) -> None:
         if tokens and not self._tokens:
             self._span.event("first token")
-        self._steps += 1
+        self._steps += steps
         self._tokens += tokens
-        self._step_us += step_us
+        self._step_us += steps * step_us
         self._cached_tokens += cached_tokens
 
     def __enter__(self) -> Self:

@@ -148,7 +148,10 @@ class _Exported(Tracing):
 
 def _url(endpoint: str) -> str:
     """Return the URL for spans at the address of a collector."""
-    parts = urlsplit(endpoint)
+    try:
+        parts = urlsplit(endpoint)
+    except ValueError:
+        parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise StartupError.of("otlp_endpoint", repr(endpoint), "a URL such as http://collector:4318")
     given = endpoint.rstrip("/")

@@ -8,10 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """Step time by number of tokens: linear between the points, with the last slope after them.
-
-    Without points the cost is unknown.
-    """
+    """Step time by tokens: linear between the points, then with the last slope; without points unknown."""
 
     rows: tuple[int, ...] = ()  # tokens of a step; the name is the contract's
     ms: tuple[float, ...] = ()

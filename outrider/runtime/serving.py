@@ -1,7 +1,4 @@
-"""Server loop of every service: listen, report health, convert errors, drain on SIGTERM.
-
-`serve` runs one service from its `__main__`.
-"""
+"""Server loop of every service, also from `__main__`: listen, report health, convert errors, drain on SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.base.aio import background, until
 from outrider.base.config import Settings, has_secrets
-from outrider.base.endpoint import is_loopback
+from outrider.base.endpoint import bracketed, is_loopback
 from outrider.base.grpc_options import raise_descriptor_limit, server_options
 from outrider.protocol.errors import StartupError
 from outrider.security.credentials import Credentials
@@ -88,7 +85,7 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
         await server.stop(None)  # otherwise gRPC writes its own error
         raise
     await _set_health(status, [""], serving=True)
-    address = f"{settings.host}:{port}"
+    address = f"{bracketed(settings.host)}:{port}"
     log.info("serving", address=address)
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # by default, collections took a tenth of a coordinator's CPU time at 64 sessions
@@ -134,6 +131,7 @@ def interceptors(service: Service, settings: Settings) -> list[grpc.aio.ServerIn
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: Credentials) -> int:
+    address = f"{bracketed(host)}:{port}"
     try:
         # Bind a plain socket first: for a port in use gRPC prints its own report to standard error.
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -141,10 +139,10 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: Credentials
             probe.bind((host, port))
         encrypted = credentials.server_credentials()
         if encrypted is None:
-            return server.add_insecure_port(f"{host}:{port}")
-        return server.add_secure_port(f"{host}:{port}", encrypted)
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, encrypted)
     except (RuntimeError, OSError) as error:
-        message = f"cannot listen on {host}:{port}: in use, or not an address of this machine; choose another --port"
+        message = f"cannot listen on {address}: in use, or not an address of this machine; choose another --port"
         raise StartupError(message, field="port", value=port, limit="a free port") from error
 
 

@@ -14,6 +14,7 @@ import grpc
 
 from outrider.base.aio import Call, critical_task
 from outrider.base.config import WorkerSettings
+from outrider.base.endpoint import bracketed
 from outrider.multiplex.server import MultiplexedService
 from outrider.observability.metrics import Metrics
 from outrider.observability.metrics_server import MetricsServer
@@ -86,7 +87,7 @@ class WorkerService(MultiplexedService):
     async def start(self, port: int) -> None:
         if not self._about.address:
             host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host  # noqa: S104
-            self._about = replace(self._about, address=f"{host}:{port}")
+            self._about = replace(self._about, address=f"{bracketed(host)}:{port}")
         self._metrics_server.open()
         self._tasks = [
             critical_task(self._worker_loop.run(), self.work),

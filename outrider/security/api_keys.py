@@ -111,10 +111,7 @@ class ApiKeys:
         return self.tenant_of(header) is not None
 
     def tenant_of(self, header: str | bytes | None) -> Tenant | None:
-        """Return the tenant of an `authorization` header; None: key not accepted.
-
-        The comparison takes constant time.
-        """
+        """Return the tenant of an `authorization` header in constant time; None: key not accepted."""
         held = self._pairs
         if not held:
             return NO_TENANT

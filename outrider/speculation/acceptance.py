@@ -154,10 +154,7 @@ def _ratios(guesses: Sequence[Guess], starts: Sequence[int], target: torch.Tenso
 
 
 def _count_one_by_one(guess: Guess, ratios: Sequence[float], chance: RandomSource) -> int:
-    """Accept each guess with probability min(1, target/draft), up to the first that fails.
-
-    Leviathan et al. 2023, algorithm 1.
-    """
+    """Accept guesses with probability min(1, target/draft) up to the first that fails (Leviathan et al. 2023)."""
     for i, ratio in enumerate(ratios):
         if not chance.accept(min(1.0, ratio), guess.position + i, guess.position):
             return i

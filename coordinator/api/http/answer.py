@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coordinator.api.http.bodies import ChatOptions, CompletionBody, ResponseFormat
+from coordinator.api.http.bodies import DEFAULT_COMPLETION_TOKENS, ChatOptions, CompletionBody, ResponseFormat
 from coordinator.api.preprocess import ClientRequest, admission, prepare
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
 from coordinator.sessions.output import Token, follow
@@ -44,7 +44,7 @@ async def start_answer(
         running: list[Session] = []
         for number, request in enumerate(requests):
             with admission(sessions.metrics):
-                session = await sessions.begin(request, target, f"{key}/{number}" if key and number else key)
+                session = await sessions.begin(request, target, f"{key}\n{number}" if key and number else key)
             stack.enter_context(sessions.followed(session))
             running.append(session)
         await asyncio.gather(*(session.opened() for session in running))
@@ -58,7 +58,7 @@ async def requests_of(
     count = body.choices * len(inputs)
     if count > settings.max_request_sessions:
         raise InvalidRequest.of("n", f"{count} answers in all", f"at most {settings.max_request_sessions} a request")
-    default = CHAT_TOKENS if isinstance(body, ChatOptions) else None
+    default = CHAT_TOKENS if isinstance(body, ChatOptions) else DEFAULT_COMPLETION_TOKENS
     requests: list[SessionRequest] = []
     for request in inputs:
         ready = replace(await prepare(request, target, settings, default_tokens=default), drawn_seed=body.seed is None)

@@ -48,6 +48,11 @@ from outrider.settings.coordinator import CoordinatorSettings
 Plan = Callable[..., tuple[list[ClientRequest], Replies[Any] | ResponseReplies]]
 
 _JSON_FACTOR = 3  # by which a text may be longer as JSON
+_CORS: dict[str, Any] = {
+    "allow_methods": ["*"],
+    "allow_headers": ["*"],
+    "expose_headers": ["x-request-id", "retry-after"],
+}
 _KEY = re.compile(f"[!-~]{{0,{MAX_KEY_CHARACTERS}}}")
 
 
@@ -85,7 +90,7 @@ class Api:
         app = Starlette(
             routes=routes,
             middleware=[
-                *([_cors(origins)] if origins else []),
+                *([Middleware(CORSMiddleware, allow_origins=origins, **_CORS)] if origins else []),
                 Middleware(RequestIds),
                 Middleware(RequestChecks, hosts=hosts_of(self._settings.host, allowed), origins=frozenset(origins)),
                 Middleware(KeyAuth, keys=self._keys, open_to_all=open_to_all),
@@ -177,16 +182,6 @@ class Api:
 
 _STARTED = time.time()
 _OPEN = pages.OPEN_PAGES | {"/health", "/ready"}  # for probes, and for the page in which a user enters a key
-
-
-def _cors(origins: list[str]) -> Middleware:
-    return Middleware(
-        CORSMiddleware,
-        allow_origins=origins,
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
-    )
 
 
 def _key(request: Request) -> str:

@@ -263,8 +263,8 @@ class CompletionBody(GenerationBody):
         return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
 
     @property
-    def limit(self) -> int:
-        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
+    def limit(self) -> int | None:
+        return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:

@@ -32,7 +32,7 @@ class Connections:
         self._idle_known: OrderedDict[Connection, None] = OrderedDict()
 
     def enter(self, connection: Connection) -> bool:
-        if len(self._open) >= self._limit and not self._close_idle():
+        if connection not in self._open and len(self._open) >= self._limit and not self._close_idle():
             log.warning("HTTP connection refused: all connections busy", limit=self._limit)
             return False
         self._open.add(connection)
@@ -57,7 +57,7 @@ class Connections:
             return False
         connection = next(iter(waiting))
         self.leave(connection)
-        connection.transport.abort()
+        connection.abort()
         return True
 
 
@@ -67,14 +67,22 @@ class Connection(H11Protocol):
     def __init__(self, connections: Connections, open_timeout_s: float, write_timeout_s: float, **given: Any) -> None:
         super().__init__(**given)
         self.known = False  # it had an authenticated request
+        self.opening: asyncio.Task[None] | None = None  # until its TLS handshake has ended
         self._all = connections
         self._open_timeout_s = open_timeout_s
         self._write_timeout_s = write_timeout_s
         self._late: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
+    def abort(self) -> None:
+        if self.opening is None:
+            self.transport.abort()
+        else:
+            self.opening.cancel()
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.opening = None
         if not self._all.enter(self):
             transport.write(_FULL)
             transport.close()

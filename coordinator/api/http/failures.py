@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from coordinator.api.http.responses import Error
 from outrider.protocol.errors import InvalidRequest, OutriderError, shorten
 
-_BRANCH = re.compile(r"(str|int)$|constrained-|.*\[")  # names that pydantic gives to a union's branches
+_BRANCH = re.compile(r"(str|int)$|constrained-|[A-Z]|.*\[")  # names that pydantic gives to a union's branches
 _GRAMMAR = re.compile(r"params\.grammar(\.\w+)?")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
@@ -28,7 +28,7 @@ _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, 80, 80, 
 def body_of(error: OutriderError, status: int | None = None) -> Error:
     status = status or error.http_status
     kind = _TYPES.get(status, "invalid_request_error" if status < _SERVER else "server_error")
-    code = "model_not_found" if error.field == "model" else _CODES.get(status, error.code)
+    code = "model_not_found" if error.field == "model" and status == 404 else _CODES.get(status, error.code)
     message, param = _in_http_terms(error.message), _in_http_terms(error.field) or None
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -61,9 +61,12 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 def of_validation(error: ValidationError) -> InvalidRequest:
     """Return the first validation error; for a union, that of the branch that matched furthest."""
-    first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
-    field = shorten(".".join(str(part) for part in first["loc"] if not _BRANCH.match(str(part))))
-    if first["type"] == "extra_forbidden":
+    first = max(error.errors(include_url=False), key=lambda one: (one["type"].startswith("too_"), len(one["loc"])))
+    unknown = first["type"] == "extra_forbidden"  # its last part is the client's
+    parts = [str(part) for part in first["loc"]]
+    kept = [part for part in parts[: len(parts) - unknown] if not _BRANCH.match(part)] + parts[-1:] * unknown
+    field = shorten(".".join(kept))
+    if unknown:
         return InvalidRequest(f"there is no field {field}", field=field, limit="a field that is known")
     message = first["msg"].removeprefix("Value error, ")
     if not field:

@@ -38,6 +38,7 @@ class RequestIds:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        structlog.contextvars.clear_contextvars()  # of the connection's request before
         context = bind_context(Headers(scope=scope).items(), first=True)
         status, started = 0, time.monotonic()
 
@@ -155,10 +156,7 @@ class BodyReader:
 
 
 def _refuse(error: TimeoutError | Overloaded) -> Response:
-    if isinstance(error, Overloaded):
-        reply = respond(error, _UNAVAILABLE)
-    else:
-        slow = Expired(f"the body arrived slower than {_MIN_BYTES_PER_S} bytes a second", field="body")
-        reply = respond(slow, _TOO_SLOW)
+    slow = Expired(f"the body arrived slower than {_MIN_BYTES_PER_S} bytes a second", field="body")
+    reply = respond(error, _UNAVAILABLE) if isinstance(error, Overloaded) else respond(slow, _TOO_SLOW)
     reply.headers["Connection"] = "close"  # the rest of the body would be read as a request
     return reply

@@ -48,10 +48,7 @@ def describe(
     quantization: str = "none",
     samples: Sequence[WeightSample] = (),
 ) -> ModelInfo:
-    """Return the description that a worker publishes.
-
-    `samples` stand for the weights of a model that is not loaded: one on torch's device `meta`.
-    """
+    """Return what a worker publishes; `samples` stand for weights that are not loaded, as on torch's device `meta`."""
     samples = samples or [WeightSample.of(key, weight) for key, weight in model.state_dict(keep_vars=True).items()]
     config = model.config.get_text_config()
     dtype = str(samples[0].values.dtype).removeprefix("torch.") if quantization == "none" else quantization
@@ -90,10 +87,7 @@ def fingerprint(
 
 
 def weights_digest(model: PreTrainedModel, vocabulary: Vocabulary, samples: Sequence[WeightSample]) -> str:
-    """Return a digest of the weights that does not depend on their number format.
-
-    A trained drafter names its target by it.
-    """
+    """Return a digest of the weights, equal in all number formats: a trained drafter names its target by it."""
     digest = hashlib.sha256(f"{type(model).__name__} {vocabulary.digest}".encode())
     for sample in samples:
         digest.update(f"{sample.name} {sample.shape}".encode())

@@ -15,10 +15,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options of one engine.
-
-    `engine` names the engine that must run: native, cuda or transformers. auto selects the fastest one that works.
-    """
+    """Options of one engine. `engine` must run: native, cuda or transformers; auto selects the fastest that works."""
 
     device: str = "auto"
     dtype: str = "auto"

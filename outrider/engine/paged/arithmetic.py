@@ -1,7 +1,4 @@
-"""The arithmetic of an engine: everything besides the model that decides the bits of its logits.
-
-It is part of a model's fingerprint.
-"""
+"""Arithmetic of an engine: what decides the bits of its logits besides the model. It is part of the fingerprint."""
 
 from __future__ import annotations
 

@@ -95,7 +95,4 @@ class PagedEngine(ABC):
 
     @abstractmethod
     def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
-        """Copy keys and values from slots to slots; a slot is block · BLOCK_TOKENS + offset.
-
-        All are read before any is written.
-        """
+        """Copy keys and values between slots, block · BLOCK_TOKENS + offset; all are read before any is written."""

@@ -89,10 +89,7 @@ class Method(Protocol):
         """Return the loss of a batch. `done` is the finished share of the training, from 0 to 1."""
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Return the accepted length of the chain at each position that the target generated; −1 elsewhere.
-
-        # [batch, places]
-        """
+        """Return the chain's accepted length where the target generated, else −1.  # [batch, places]"""
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights, for the drafter's folder."""

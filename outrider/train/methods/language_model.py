@@ -77,10 +77,7 @@ def early_exit(inputs: TrainingInputs, *, exit_layers: int, layers: int) -> Lang
 
 
 def distilled(inputs: TrainingInputs, *, hidden: int, layers: int) -> LanguageMethod:
-    """Return the method for a small Llama with the target's vocabulary.
-
-    Its embeddings begin as the target's, projected to its width.
-    """
+    """Return the method for a small Llama with the target's vocabulary and embeddings, projected to its width."""
     target, target_weights = inputs.target, inputs.target_weights
     target_config = target.config.get_text_config()
     config = LlamaConfig(

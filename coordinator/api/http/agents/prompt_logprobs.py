@@ -39,7 +39,7 @@ async def echoed_prompts(
         with admission(sessions.metrics):
             raise InvalidRequest.of("prompt", f"{runs} parts at end tokens", f"at most {most} for log probabilities")
     return {
-        prompt: await _write(sessions, request, sent[prompt], target, key and f"{key}/prompt/{number}")
+        prompt: await _write(sessions, request, sent[prompt], target, key and f"{key}\nprompt {number}")
         for number, (prompt, request) in enumerate(distinct.items())
     }
 
