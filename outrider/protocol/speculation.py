@@ -304,7 +304,7 @@ class Verdict:
 
     @property
     def steps(self) -> int:
-        """Return how many steps it stands for: an attached engine reports several without guesses in one."""
+        """Return how many steps it stands for: several without guesses may share it."""
         return max(1, len(self.tokens) - self.accepted)
 
     @property

@@ -84,6 +84,8 @@ SHARED: dict[str, Callable[[int, int], list[multiplex.SessionFrames]]] = {
     "stream 0": lambda stream, at: [frame(stream=0, payload=b"x")],
     "opens streams": lambda stream, at: [frame(stream=stream, open=multiplex.OpenStream())],
     "an empty batch": lambda stream, at: [multiplex.SessionFrames()],
+    "an empty ping": lambda stream, at: [multiplex.SessionFrames(ping=True)],
+    "a pong that nobody asked for": lambda stream, at: [multiplex.SessionFrames(pong=True)],
     "an empty frame": lambda stream, at: [frame(stream=stream)],
     "a batch too large": lambda stream, at: [multiplex.SessionFrames(frames=[multiplex.SessionFrame()] * 100_000)],
     "a part too large": lambda stream, at: [frame(stream=stream, payload=b"x" * (PART_BYTES + 1))],

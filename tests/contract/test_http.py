@@ -204,6 +204,10 @@ async def test_an_idempotency_key_never_generates_twice(web: httpx.AsyncClient) 
     assert first["id"] == second["id"]
     other = await web.post("/v1/completions", json=body | {"max_tokens": 13}, headers=headers)
     assert other.status_code == 409
+    several = await web.post("/v1/completions", json=body | {"n": 2}, headers={"Idempotency-Key": "order"})
+    assert several.status_code == 200
+    own = await web.post("/v1/completions", json=body | {"max_tokens": 5}, headers={"Idempotency-Key": "order/1"})
+    assert own.json()["usage"]["completion_tokens"] == 5, "a key of its own, not that of the second answer"
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,10 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import pytest_asyncio
+import structlog
+from starlette.responses import JSONResponse
 
+from coordinator.api.http.limits import RequestIds
 from tests.contract.conftest import House, soon
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -294,6 +297,9 @@ async def test_other_methods(web: httpx.AsyncClient) -> None:
         ('{"prompt": "x", "stop": ' + json.dumps("x" * 1000) + "}", "stop"),
         ('{"prompt": "x", "metadata": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}", "body"),
         ('{"prompt": ' + "[" * 150 + "]" * 150 + "}", "prompt.0.0"),
+        ('{"prompt": "x", "stop[]": 1}', "stop[]"),
+        ('{"prompt": "x", "integer": 1}', "integer"),
+        ('{"prompt": ' + json.dumps(["x"] * 2000) + "}", "prompt"),
         ("null", "body"),
         ('"prompt"', "body"),
     ],
@@ -371,3 +377,20 @@ async def test_a_fault_of_ours_is_told_and_survived(
     assert reply.headers["x-request-id"] == "mine"
     assert reply.json()["error"]["type"] == "server_error"
     assert "secret" not in reply.text
+
+
+async def test_a_request_begins_without_what_the_one_before_it_on_its_connection_left() -> None:
+    """asyncio reads a connection in the context of the request that paused it."""
+    seen: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(structlog.contextvars.get_contextvars())
+        await JSONResponse({})(scope, receive, send)
+
+    async def send(message: Any) -> None:
+        """Drop the response."""
+
+    structlog.contextvars.bind_contextvars(tenant="alice", session_id="hers")
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    await RequestIds(app)(scope, send, send)
+    assert set(seen[0]) == {"request_id"}

@@ -181,3 +181,10 @@ async def test_lengths_of_a_model_are_limited(limited: dict[str, Limited]) -> No
         assert len((await generate(stub, request)).token_ids) == 16
         response: pb.GenerateReply = await stub.Generate(ask("x", model="target", max_tokens=16), timeout=10).read()
         assert response.HasField("started")
+
+
+async def test_a_completion_without_a_length_gets_what_there_is(limited: dict[str, Limited]) -> None:
+    async with limited["sessions"].api() as api:
+        short = await api.completions.create(model="target", prompt=[7] * 60)
+        assert short.usage is not None
+        assert short.usage.completion_tokens <= 4, "the context has room for no more"

@@ -229,13 +229,29 @@ async def test_plain_steps_share_a_verdict_while_a_coordinator_is_behind(
                 await call.write(pb.SessionFrames(frames=[pb.SessionFrame(stream=1, credit=unread)]))
                 unread = 0
         call.cancel()
-    assert pauses == 1, "while the third ping had no answer"
+    assert pauses >= 1, "while the third ping had no answer"
     async with verifying(verifier) as alone:
         await alone.open(prompt, session_id="alone", max_tokens=1500)
         await alone.rest()
     assert tokens == alone.tokens
     assert max(lengths) == (plain_steps or 1)
     assert await soon_free(verifier)
+
+
+async def test_a_coordinator_that_answers_no_ping_is_waited_for_by_its_window_alone(
+    loaded: LoadedModel, tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client.SharedStream, "_receive", receive_without_marks)
+    async with verifier_serving(loaded, tmp_path, write_timeout_s=1.0) as address, sharing(address) as shared:
+        stream = await shared.verify()
+        await stream.open(prompt, session_id="silent", max_tokens=1500)
+        await asyncio.sleep(0.3)  # until its window is full
+        assert len(await read_all(stream)) == 1500
+
+
+def receive_without_marks(shared: client.SharedStream, batch: pb.SessionFrames) -> None:
+    for frame in batch.frames:
+        shared.streams[frame.stream].receive(frame)
 
 
 async def test_a_cancelled_session_is_freed_and_the_others_go_on(verifier: str, prompt: list[int]) -> None:
@@ -356,6 +372,7 @@ BATCHES: dict[str, list[pb.SessionFrames]] = {
     "frames in the first batch": [pb.SessionFrames(window=WINDOW_BYTES, frames=[opened(1)])],
     "empty": [FIRST, pb.SessionFrames()],
     "too large": [FIRST, pb.SessionFrames(frames=[opened(1)] * (MAX_BATCH_BYTES // 4))],
+    "a pong that nobody asked for": [FIRST, pb.SessionFrames(pong=True)],
     "an unknown stream": [FIRST, pb.SessionFrames(frames=[pb.SessionFrame(stream=7, payload=b"x")])],
     "a stream out of turn": [FIRST, pb.SessionFrames(frames=[opened(2)])],
     "opened twice": [FIRST, pb.SessionFrames(frames=[opened(1), opened(1)])],

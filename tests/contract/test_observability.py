@@ -307,3 +307,16 @@ def test_a_metrics_port_that_is_taken_is_named() -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         assert_told(run("drafter", "--kind", "ngram", "--metrics-port", port), 1, port, "--metrics-port")
+
+
+async def test_tokens_after_a_stop_string_are_not_counted(watched: Watched) -> None:
+    """It comes last: the other tests compare all that was counted with all that was asked."""
+    output = watched.outputs[2]
+    stop = output.text[40:44]
+    options = {"gamma": 8, "temperature": 0.0, "ignore_eos": True, "max_tokens": LENGTH, "stop": [stop]}
+    before = watched.page("coordinator").sum("generation_tokens_total")
+    async with client(watched.address) as stub:
+        cut = await generate(stub, ask(PROMPT, **options))
+    assert cut.stop == stop
+    counted = watched.page("coordinator").sum("generation_tokens_total") - before
+    assert counted == len(cut.token_ids) < LENGTH

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2 as httpx
 import pytest
 import pytest_asyncio
 import redis
@@ -25,6 +28,7 @@ from structlog.testing import capture_logs
 from coordinator.api.service import CoordinatorService
 from coordinator.workers.worker_connection import worker_error
 from outrider.base.aio import until as soon
+from outrider.base.endpoint import split
 from outrider.client.aio import AsyncClient
 from outrider.client.sync import Client
 from outrider.engine.loading.loader import LoadedModel
@@ -262,6 +266,26 @@ def test_a_stream_that_a_worker_refuses_may_be_tried_elsewhere() -> None:
     assert error.message.startswith(f"bigbox:1 {NOT_TAKEN}")
 
 
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs a machine with IPv6")
+async def test_a_coordinator_listens_on_an_address_of_ipv6() -> None:
+    settings = CoordinatorSettings(host="::1", http_port=0)
+    service = CoordinatorService(settings, NO_REDIS)
+    async with in_process(service, settings) as address:
+        async with AsyncClient([f"[::1]:{address.rpartition(':')[2]}"]) as client:
+            assert (await client.server()).coordinator_id
+        async with httpx.AsyncClient() as web:
+            assert (await web.get(f"http://{service.http_address}/health")).status_code == 200
+
+
 # TLS.
 
 
@@ -312,6 +336,22 @@ async def test_mtls(mutual: str, authority: Authority, tmp_path: Path) -> None:
     await refused(mutual, None)
     await refused(mutual, Tls.load(ca=ca))
     await refused(mutual, Tls.load(cert=str(stranger.cert), key=str(stranger.key), ca=ca))
+
+
+async def test_silent_connections_keep_nobody_from_the_encrypted_http_port(authority: Authority) -> None:
+    """They count from their start: one that begins no handshake gives way to a new one, and ends in time."""
+    settings = CoordinatorSettings(http_port=0, max_connections=8, open_timeout_s=3.0, **tls_flags(authority, "silent"))
+    service = CoordinatorService(settings, NO_REDIS)
+    async with in_process(service, settings):
+        host, port = split(service.http_address)
+        silent = [await asyncio.open_connection(host, port) for _ in range(24)]
+        context = ssl.create_default_context(cafile=str(authority.path))
+        async with httpx.AsyncClient(verify=context, timeout=2) as web:
+            assert (await web.get(f"https://{service.http_address}/health")).status_code == 200
+        assert await soon(lambda: sum(reader.at_eof() for reader, _ in silent) >= 24 - 8, 2)
+        assert await soon(lambda: all(reader.at_eof() for reader, _ in silent), 6)
+        for _, writer in silent:
+            writer.close()
 
 
 async def test_a_certificate_for_another_address_is_refused(authority: Authority) -> None:

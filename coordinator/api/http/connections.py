@@ -57,7 +57,10 @@ class Connections:
             return False
         connection = next(iter(waiting))
         self.leave(connection)
-        connection.abort()
+        if connection.opening is None:
+            connection.transport.abort()
+        else:
+            connection.opening.cancel()
         return True
 
 
@@ -73,12 +76,6 @@ class Connection(H11Protocol):
         self._write_timeout_s = write_timeout_s
         self._late: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
-
-    def abort(self) -> None:
-        if self.opening is None:
-            self.transport.abort()
-        else:
-            self.opening.cancel()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -174,6 +174,7 @@ POD_MONITOR = {
     *(f"podMetricsEndpoints.{name}" for name in ("port", "path", "interval", "scheme", "tlsConfig.serverName")),
     *(f"podMetricsEndpoints.authorization.{name}" for name in ("type", "credentials")),
     *(f"podMetricsEndpoints.tlsConfig.{name}" for name in ("ca.secret", "cert.secret", "keySecret")),
+    *(f"podMetricsEndpoints.relabelings.{name}" for name in ("sourceLabels", "targetLabel", "replacement")),
 }
 
 
@@ -182,7 +183,19 @@ def test_the_pod_monitor_keeps_to_the_fields_that_there_are() -> None:
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
     assert set(_paths(monitor["spec"], POD_MONITOR)) == POD_MONITOR
     ports = {port["name"] for role in ROLES for port in render(EVERYTHING).container(role)["ports"]}
-    assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} < ports
+    endpoints = monitor["spec"]["podMetricsEndpoints"]
+    assert {endpoint["port"] for endpoint in endpoints} < ports
+    jobs = {endpoint["port"]: [rule["replacement"] for rule in endpoint["relabelings"]] for endpoint in endpoints}
+    assert jobs["http"] == ["outrider-coordinator"]
+    assert jobs["metrics"] == ["outrider-$1"]
+    assert all(rule["targetLabel"] == "job" for endpoint in endpoints for rule in endpoint["relabelings"])
+
+
+@pytest.mark.parametrize(("encrypted", "scheme"), [(True, "https"), (False, "http")])
+def test_annotations_tell_how_to_scrape_a_worker(encrypted: bool, scheme: str) -> None:
+    values = {"metrics": {"annotations": True}, "verifier": {"settings": {"metrics-tls": encrypted}}}
+    pod = render(values).get("StatefulSet", "outrider-verifier")["spec"]["template"]
+    assert pod["metadata"]["annotations"]["prometheus.io/scheme"] == scheme
 
 
 # Of the definition of LeaderWorkerSet 0.9, the same.

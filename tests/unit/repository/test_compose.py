@@ -373,3 +373,15 @@ def test_the_url_of_redis_may_lie_in_a_file(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("REDIS_URL", "@/missing")
     with pytest.raises(StartupError, match="cannot read /missing"):
         config.redis_url()
+
+
+@pytest.mark.parametrize("role", ["verifier", "drafter"])
+def test_every_kind_of_a_worker_has_its_limits_and_is_found_by_prometheus(role: str) -> None:
+    kinds = {name: service for name, service in BASE_SERVICES.items() if name.startswith(f"{role}-")}
+    assert kinds
+    for service in kinds.values():
+        assert service["networks"]["default"]["aliases"] == [role]
+        assert (
+            service["deploy"]["resources"]["limits"]["cpus"]
+            == BASE_SERVICES[role]["deploy"]["resources"]["limits"]["cpus"]
+        )

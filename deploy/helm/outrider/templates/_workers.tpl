@@ -80,6 +80,7 @@ volumeClaimTemplates:
 {{- $name := printf "%s-%s" $full $component -}}
 {{- $port := $component | eq "verifier" | ternary 50051 50052 -}}
 {{- $metrics := $component | eq "verifier" | ternary 9101 9102 -}}
+{{- $scheme := index (default dict $values.settings) "metrics-tls" | toString | eq "true" | ternary "https" "http" -}}
 {{- $service := printf "outrider.v1.%s" (title $component) -}}
 {{- $security := include "outrider.containerSecurity" $root -}}
 {{- $image := and (eq $component "verifier") $root.Values.verifier.vllm.enabled | ternary "vllm" "worker" -}}
@@ -92,7 +93,7 @@ metadata:
   annotations:
     kubectl.kubernetes.io/default-container: {{ $component }}
     {{- if not .follower }}
-    {{- include "outrider.scrape" (dict "root" $root "port" $metrics "scheme" "http") | nindent 4 }}
+    {{- include "outrider.scrape" (dict "root" $root "port" $metrics "scheme" $scheme) | nindent 4 }}
     {{- end }}
     {{- with $values.podAnnotations }}
     {{- toYaml . | nindent 4 }}

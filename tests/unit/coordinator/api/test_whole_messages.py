@@ -98,13 +98,15 @@ async def test_many_requests_may_be_a_little_late() -> None:
     """As those of clients on a busy machine: they are small, as far as one can tell."""
 
     async def late() -> AsyncIterator[pb.GenerateRequest]:
-        await asyncio.sleep((SOON_TICKS + 2) * TICK_S)
+        await arrives.wait()
         yield pb.GenerateRequest(prompt="x")
 
-    budget, handler = ByteBudget(2 * LARGEST), Handler()
+    budget, handler, arrives = ByteBudget(2 * LARGEST), Handler(), asyncio.Event()
     read = await reading(handler, budget)
-    calls = [asyncio.ensure_future(anext(read(late()))) for _ in range(10)]
-    assert await until(lambda: len(handler.requests) == 10, 5)
+    calls = [asyncio.ensure_future(anext(read(late()))) for _ in range(300)]
+    await asyncio.sleep((SOON_TICKS + 2) * TICK_S)
+    arrives.set()
+    assert await until(lambda: len(handler.requests) == 300, 5)
     assert budget._held == 0
     handler.answer.set()
     await asyncio.gather(*calls)

@@ -1014,3 +1014,19 @@ def test_a_fixed_length_is_looked_at_after_each_verdict_while_guesses_fall_short
     assert made.due
     decide(made, 1.0)
     assert made.due, "until few waits time out"
+
+
+def test_plain_steps_that_share_a_verdict_refill_the_credit_each() -> None:
+    """Or a coordinator that reads late would keep its sessions from guesses many times longer."""
+    ended_at = []
+    for together in (1, 16):
+        made = controller(FixedChoices(branches=1), acceptance=0.02)
+        made.estimator.pair.credit = -1.0
+        drafter = drafter_of(made.estimator, 0.5, shares_cores=True)
+        made.decide(drafter)
+        for _ in range(64 // together):
+            step = replace(verdict(), tokens=(7,) * together)
+            made.observe(step, drafter)
+        ended_at.append(made.estimator.pair.credit)
+    assert ended_at[0] > -1.0
+    assert ended_at[1] == pytest.approx(ended_at[0])

@@ -19,6 +19,7 @@ from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest, NotFound, Unavailable
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.toy_models import byte_tokenizer
 
@@ -119,3 +120,23 @@ async def test_resumed_sessions_count_for_their_key(requests: Requests, monkeypa
     await requests.resume("t")
     with pytest.raises(Unavailable):
         await requests.resume("u")
+
+
+async def test_a_session_whose_end_is_not_stored_yet_is_written_again_and_not_counted_again(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a retry of an idempotency key right after the end."""
+    started: list[Session] = []
+    monkeypatch.setattr(Session, "start", started.append)
+    requests.store("s")
+    ended = SessionRecord("s", REQUEST, model=TARGET.identity, epoch=2, finish_reason=FinishReason.LENGTH)
+    ended.append([5] * 8, [TokenKind.PLAIN] * 8, ())
+    requests.manager.ended.keep(ended)
+    changed: list[object] = []
+    monkeypatch.setattr(requests.manager.write_behind, "mark_changed", lambda entry: changed.append(entry.record))
+    (session,) = await requests.resume("s")
+    assert session.ended
+    assert [token.token for token in session.output.tokens] == [5] * 8
+    assert changed == [session.record]
+    assert not started
+    assert not requests.manager.live

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,11 +12,15 @@ from coordinator.api.http.replies import metrics, usage
 from coordinator.control.estimator import BestDrafter, Estimator, PairHistory
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.throughput_model import Mode
+from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.sessions.session import Session
 from coordinator.sessions.stats import RequestStats
 from outrider.observability.metrics import CoordinatorMetrics
+from outrider.observability.tracing import Span
 from outrider.protocol import convert
 from outrider.protocol.cost_curve import CostCurve
+from outrider.protocol.errors import Expired
+from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import SourceTally, TokenKind, Verdict, VerifyTimings
 from outrider.v1 import common_pb2 as common
 
@@ -90,3 +95,18 @@ def test_http_and_grpc_tell_the_same_numbers() -> None:
         assert own[name] == getattr(proto, name), name
     assert own["drafter"] == proto.drafter == "ngram"
     assert own["plans"] == [{"plan": share.plan, "steps": share.steps} for share in proto.plans if share.steps]
+
+
+def test_the_trace_of_a_failed_request_tells_its_error() -> None:
+    class Spy(Span):
+        def __init__(self) -> None:
+            self.attributes: dict[str, object] = {}
+
+        def set(self, attributes: Mapping[str, object]) -> None:
+            self.attributes |= attributes
+
+    stats, spy = RequestStats(CoordinatorMetrics(Mode).of("target")), Spy()
+    stats.span = spy
+    record = SessionRecord("s", SessionRequest((1, 2), SamplingParams(seed=1)))
+    stats.finish(record, Expired("too late"))
+    assert spy.attributes["gen_ai.response.finish_reasons"] == ["expired"]

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from coordinator.sessions.streams import WorkerStream
+from coordinator.persistence.session_record import SessionRecord, SessionRequest
+from coordinator.sessions.streams import PLAIN_STEPS, VerifierStream, WorkerStream
 from coordinator.workers import worker_connection
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.worker_connection import Stream, WorkerConnection
 from outrider.observability.tracing import Span
 from outrider.protocol.errors import PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import VerifySteering
 from outrider.v1 import drafter_pb2 as draft
+from outrider.v1 import verifier_pb2 as verify
 
 
 async def test_a_worker_that_left_after_it_was_chosen_is_lost_like_any_other() -> None:
@@ -61,3 +66,29 @@ async def test_a_verifier_without_sessions_forgets_how_long_its_steps_took(monke
         while connection.plain_steps:
             await asyncio.sleep(0.01)
     await connection.close()
+
+
+class Sent:
+    """A call to a verifier: what was sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[verify.VerifyRequest] = []
+
+    def send(self, message: bytes) -> bool:
+        self.messages.append(verify.VerifyRequest.FromString(message))
+        return True
+
+
+def test_a_verifier_may_join_plain_steps_only_while_no_guesses_are_made() -> None:
+    """From steps that waited for guesses in vain, control learns one by one."""
+    record = SessionRecord("s", SessionRequest((1, 2), SamplingParams(seed=1)))
+    info = WorkerInfo("v", Role.VERIFIER, "127.0.0.1:1", ModelInfo("m", "f"))
+    connection = cast(WorkerConnection, SimpleNamespace(info=info))
+    stream = VerifierStream(connection, record, info.model, Span(), VerifySteering())
+    assert stream._opening.open.steer.plain_steps == PLAIN_STEPS
+    sent = Sent()
+    stream._call = sent
+    for steering in (VerifySteering(gamma=4), VerifySteering(nodes=2), VerifySteering(gamma=0)):
+        stream.steer(steering)
+    steers = [message.steer for message in sent.messages]
+    assert [steer.plain_steps if steer.HasField("plain_steps") else None for steer in steers] == [1, None, PLAIN_STEPS]

@@ -68,11 +68,19 @@ def plain(*tokens: int, **fields: Any) -> verify.Verdict:
     return verdict(**({"tokens": tokens} | bare | fields))
 
 
+def beside() -> VerdictReader:
+    """Of a session whose drafter is in the verifier's process, and which takes plain steps together."""
+    made = reader(max_tokens=200)
+    made._sent.direct, made._sent.plain_steps = True, 32
+    return made
+
+
 HONEST: dict[str, Callable[[], Any]] = {
     "some held": lambda: read(verdict()),
     "all held": lambda: read(verdict(tokens=[7] * 5, accepted=4, last=TokenKind.BONUS)),
     "none held": lambda: read(verdict(tokens=[9], accepted=0, sources=[])),
     "plain": lambda: read(plain(9)),
+    "plain steps together, and a long guess for the next": lambda: read(plain(*[9] * 32, remaining_depth=47), beside()),
     "guesses for what comes after": lambda: read(verdict(remaining_depth=5)),
     "the last that may be": lambda: read(plain(9, position=22, finish_reason=FinishReason.LENGTH), reader(tokens=19)),
     "an accepted stop": lambda: read(

@@ -7,6 +7,7 @@ import pytest
 from outrider.multiplex import frames
 from outrider.multiplex.frames import PING_S, FrameQueue
 from outrider.multiplex.stream import check_batch
+from outrider.protocol.errors import InvalidRequest
 from outrider.v1 import multiplex_pb2 as pb
 
 
@@ -39,7 +40,7 @@ async def sent(queue: FrameQueue, *, new: bool = True) -> pb.SessionFrames:
 
 async def connected(clock: Clock) -> tuple[FrameQueue, FrameQueue]:
     """Return two sides whose fastest answer took 4 ms."""
-    ours, theirs = FrameQueue(), FrameQueue()
+    ours, theirs = FrameQueue(pings=True), FrameQueue()
     for side in (ours, theirs):
         assert await side.next() is not None  # the window
     batch = await sent(ours)
@@ -67,7 +68,7 @@ async def test_a_peer_is_behind_while_its_answer_takes_much_longer_than_its_fast
 
 
 async def test_a_slow_connection_makes_no_peer_late(clock: Clock) -> None:
-    ours, theirs = FrameQueue(), FrameQueue()
+    ours, theirs = FrameQueue(pings=True), FrameQueue()
     for side in (ours, theirs):
         assert await side.next() is not None
     for _ in range(3):
@@ -78,8 +79,8 @@ async def test_a_slow_connection_makes_no_peer_late(clock: Clock) -> None:
         ours.take_marks(await sent(theirs))
 
 
-async def test_a_peer_of_an_earlier_release_answers_nothing_and_is_never_behind(clock: Clock) -> None:
-    ours = FrameQueue()
+async def test_a_peer_that_answers_nothing_is_never_behind(clock: Clock) -> None:
+    ours = FrameQueue(pings=True)
     assert await ours.next() is not None
     assert (await sent(ours)).ping
     clock.now += 60
@@ -96,5 +97,19 @@ async def test_pings_are_rare_and_answers_have_none(clock: Clock) -> None:
     answer = await sent(theirs, new=False)
     assert answer.pong
     assert not answer.frames
-    assert not answer.ping, "or two idle sides would answer each other for ever"
+    assert not answer.ping
     assert not (await sent(theirs)).pong, "once"
+
+
+async def test_marks_that_no_conforming_peer_sends_are_refused(clock: Clock) -> None:
+    """A flood of them would cost this side as much as messages, which have windows."""
+    ours, theirs = await connected(clock)
+    with pytest.raises(InvalidRequest, match="ping"):
+        ours.take_marks(pb.SessionFrames(pong=True))  # nobody asked
+    with pytest.raises(InvalidRequest, match="ping"):
+        theirs.take_marks(pb.SessionFrames(pong=True))
+    clock.now += PING_S
+    asked = await sent(ours)
+    theirs.take_marks(asked)
+    with pytest.raises(InvalidRequest, match="ping"):
+        theirs.take_marks(asked)

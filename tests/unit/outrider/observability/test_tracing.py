@@ -25,7 +25,7 @@ def test_without_an_endpoint_nothing_is_traced_and_nothing_loaded() -> None:
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("endpoint", ["collector:4318", "grpc://collector:4317", "http://", "4318"])
+@pytest.mark.parametrize("endpoint", ["collector:4318", "grpc://collector:4317", "http://", "4318", "http://[x"])
 def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
     with pytest.raises(StartupError, match=r"otlp_endpoint is .*http://collector:4318"):
         make_tracing(endpoint, "coordinator")
