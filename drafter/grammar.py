@@ -92,7 +92,8 @@ class TargetGrammars:
             return None
         key = digest, tuple(eos_ids)
         if key not in self._loaded:
-            self._loaded = {key: asyncio.ensure_future(asyncio.to_thread(self._load, *key))}
+            kept = list(self._loaded.items())[-3:]  # of other targets
+            self._loaded = dict(kept) | {key: asyncio.ensure_future(asyncio.to_thread(self._load, *key))}
         grammars = await asyncio.shield(self._loaded[key])
         if grammars is None:
             return None

@@ -47,6 +47,11 @@ class DraftRequest:
     calibration: Calibration = field(default_factory=Calibration, compare=False)  # of this drafter's probabilities
     grammar_cursor: GrammarCursor | None = field(default=None, compare=False)
 
+    @property
+    def room(self) -> int:
+        """Return how many tokens a chain may add: an open tree may be as deep as the limit."""
+        return max(0, min(self.max_new_tokens, self.depth - (len(self.tokens) - self.committed)))
+
     def chain(
         self, tokens: Sequence[int] = (), draft_probs: Sequence[Distribution] | None = None, *, done: bool = False
     ) -> Guess:

@@ -58,7 +58,7 @@ class DraftSession:
         self.closed = False
         self.send: TakeGuess | None = None  # straight to the verifier in this process, not over the stream
         self._changed = asyncio.Event()  # there may be guesses to send
-        self._cache_salt = opening.cache_salt
+        self._cache_salt = f"{opening.vocabulary_digest} {opening.cache_salt}"  # texts of other targets stay apart
         self._vocab_size = opening.vocab_size
         self._prompt_length = opening.prompt_length
         self._calibration = calibration or Calibration()

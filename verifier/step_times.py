@@ -33,10 +33,7 @@ class StepTimes:
         return self._decode_ratio * self._measured.at(tokens)
 
     def extra_tokens(self, tokens: int, extra_ms: float, max_tokens: int) -> int:
-        """Return how many tokens can join a step of `tokens` that may take `extra_ms` longer.
-
-        With `tokens` 0, `extra_ms` limits the whole step.
-        """
+        """Return how many tokens can join a step of `tokens` that may take `extra_ms` longer; of 0 tokens: as long."""
         allowed_ms = (self._measured.at(tokens) if tokens else 0.0) + extra_ms / self._decode_ratio
         return max(0, self._measured.tokens_within(allowed_ms, tokens + max_tokens) - tokens)
 

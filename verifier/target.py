@@ -85,10 +85,7 @@ class VerifyTarget(Protocol):
         ...
 
     def step(self, batch: Sequence[ScheduledSession]) -> VerifyStep:
-        """Compute the tokens of a batch and verify its guesses. Sessions that are not in it wait.
-
-        Raises TargetFailed where no further step can succeed.
-        """
+        """Compute a batch and verify its guesses; others wait. Raise TargetFailed where no further step can succeed."""
         ...
 
     def free(self, session: VerifySession) -> None:

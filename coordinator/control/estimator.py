@@ -44,10 +44,7 @@ BEGINNING = 4  # steps of a session that opening it has slowed down, and guesses
 
 
 class CostLine:
-    """Linear fit of step time by number of tokens, with exponential forgetting and a bounded slope.
-
-    It serves verifiers that publish no cost curve.
-    """
+    """Linear fit of step time by tokens, for verifiers without a cost curve: it forgets, and its slope is bounded."""
 
     def __init__(self) -> None:
         self._means = [DecayedMean(SMOOTHING / 2, 0.0, trials=0.0) for _ in range(4)]

@@ -85,10 +85,7 @@ class Store:
         return bytes(reply).decode()
 
     async def claim(self, session_id: str, tenant: str = "") -> SessionRecord | None:
-        """Take over a session, or only read a finished one; return None if the tenant has no such session.
-
-        Raise Unreadable for an invalid record.
-        """
+        """Take over a session, or read a finished one; None: the tenant has none. Raise Unreadable if it is invalid."""
         async with self.connection.calling():
             args = self._owner, self._ttl_s, tenant, _call_id()
             reply = await self._claim(keys=_session_keys(session_id), args=args)

@@ -17,15 +17,17 @@ from dataclasses import replace
 from drafter.blend.accuracy import AccuracyTracker, Rate, Record
 from drafter.blend.branch import join
 from drafter.blend.round_estimate import RoundEstimate, full_acceptance_probability
+from drafter.hidden_states.earlier_states import MAX_AWAITING
 from drafter.interface import Drafter, DraftRequest, Proposer, ReadsLayers
 from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.hidden_states.earlier_states import MAX_EARLIER_POSITIONS
 from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.speculation import Guess
 from outrider.protocol.vocabulary import Vocabulary
 
-_MAX_PENDING_POSITIONS = 4096  # hidden states kept for a member that does not draft
+_MAX_PENDING_POSITIONS = MAX_EARLIER_POSITIONS + MAX_AWAITING  # kept for a member that does not draft
 _HIT_RATE_PRIOR = 0.8  # of a model: optimistic, so that it is tried
 _SMOOTHING = 0.2
 

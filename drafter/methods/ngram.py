@@ -62,10 +62,10 @@ class NgramDrafter:
         index = self._indexes.setdefault(request.session, _Index(self._sizes))
         index.extend(request.tokens, request.committed)
         start = index.find(request.tokens)
-        if start is None:
+        if start is None or not request.room:
             return request.chain(done=True)
         tokens: list[int] = []
-        for i in range(request.max_new_tokens):
+        for i in range(request.room):
             # Beyond the end of the text, the copy continues with its own tokens: a loop stays a loop.
             source = start + i
             copied = source - len(request.tokens)

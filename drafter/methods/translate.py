@@ -118,8 +118,10 @@ class TranslatingDrafter:
 
     def _steps(self, request: DraftRequest) -> Generator[DraftRequest, Guess, Guess]:
         """Yield the requests for the model, one token each; return the draft in the target's tokens."""
+        if not request.room:
+            return request.chain(done=True)
         tokens = yield from self._translated(request, self._context(request))
-        tokens = tokens[: request.max_new_tokens]
+        tokens = tokens[: request.room]
         return request.allowed(request.chain(tokens, done=len(tokens) < request.max_new_tokens))
 
     def _context(self, request: DraftRequest) -> list[int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich import progress as bars
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from typer import Argument, Context
 
@@ -98,8 +99,9 @@ def _print_results(out: Path, card: Card, target: str) -> None:
     table = Table("held-out prompts", "guess 1", "2", "3", "4", "tokens per step")
     for kind, found in card.metrics.items():
         rates = [f"{rate:.2f}" for rate in found["acceptance"]]
-        table.add_row(kind, *rates, f"{found['acceptance_length']:.2f}")
+        table.add_row(escape(kind), *rates, f"{found['acceptance_length']:.2f}")
     console.print(table)
     named = "" if target == DEFAULT else f"--target {target} "
     kind = SERVED_AS.get(card.method, card.method)
-    console.print(f"{out} is ready: outrider up {named}--drafter {kind}:{out}", soft_wrap=True)
+    drafter = shlex.quote(f"{kind}:{out}")
+    console.print(f"{out} is ready: outrider up {named}--drafter {drafter}", soft_wrap=True, markup=False)

@@ -31,10 +31,7 @@ class _KeySet:
 
 
 class ApiKeys:
-    """Set of keys, each of which is accepted. An empty set accepts every caller.
-
-    A union made with `|` follows later changes of its parts.
-    """
+    """Keys, each of which is accepted; none accepts all callers. A union with `|` follows changes of its parts."""
 
     __slots__ = ("_key_sets",)
 

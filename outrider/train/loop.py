@@ -116,7 +116,8 @@ class Training:
                 lengths[kind] = torch.cat([self._method.evaluate(batch).flatten().cpu() for batch in batches])
         self._method.module.train()
         kinds = {kind: acceptance(each, self._plan.gamma) for kind, each in lengths.items()}
-        return {"all": acceptance(torch.cat(list(lengths.values())), self._plan.gamma), **kinds}
+        overall = {"all": acceptance(torch.cat(list(lengths.values())), self._plan.gamma)}
+        return overall | kinds | overall  # a kind may have its name
 
     def _train_step(self, batch: Batch) -> float:
         generator = torch.Generator().manual_seed(self._plan.seed * 1_000_003 + self.step)

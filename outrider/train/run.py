@@ -33,7 +33,7 @@ from outrider.train.methods.medusa import MedusaMethod
 from outrider.train.methods.published_markov import MARKOV_HEADS
 from outrider.train.published.method import FORMATS, MODEL, DsparkMethod, Eagle3Method, TrainedCheckpoint, state_layers
 
-_HELD_OUT_SHARE = 20  # one in 20 of the user's prompts is held out
+_HELD_OUT_SHARE, _MOST_HELD_OUT = 20, 120  # one in 20 of the user's prompts is held out
 METHODS = ("eagle", *FORMATS, "medusa", "early-exit", "distill")
 
 
@@ -71,7 +71,10 @@ class TrainingOrder:
             raise StartupError.of("from", self.start, "given with eagle only")
         if self.markov not in MARKOV_HEADS:
             raise StartupError.of("markov", self.markov, f"one of {', '.join(MARKOV_HEADS)}")
-        if cards.is_trained(str(self.out)) and not self.restart and not (self.out / loop.CHECKPOINT).is_file():
+        trained, begun = cards.is_trained(str(self.out)), (self.out / loop.CHECKPOINT).is_file()
+        if not (trained or begun) and any((*self.out.glob("*.safetensors"), *self.out.glob("*.gguf"))):
+            raise StartupError(f"{self.out} holds a model: name another folder", field="out", value=str(self.out))
+        if trained and not self.restart and not begun:
             problem = f"{self.out} holds a trained drafter already"
             message = f"{problem}; name another folder, or train it again with --restart"
             raise StartupError(message, field="out", value=str(self.out))
@@ -117,13 +120,13 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
         | {"temperatures": list(recipe.temperatures), "layers": list(recipe.layers)}
         | {"tokens": sum(len(example.tokens) for example in examples)},
         training={
+            **asdict(plan),
             "tokens": training.tokens,
             "steps": training.step,
             "unroll": order.unroll,
             "start": order.start,
             "minutes": round(training.seconds / 60, 1),
             "device": str(device),
-            **asdict(plan),
         },
         metrics=metrics,
         command=order.command,
@@ -142,8 +145,9 @@ def _prompts(file: Path | None) -> tuple[list[TrainingPrompt], list[TrainingProm
     if file is None:
         return data.shipped("train"), data.shipped("heldout")
     prompts = data.read_prompts(file)
-    held_out = prompts[::_HELD_OUT_SHARE]
-    others = [prompt for i, prompt in enumerate(prompts) if i % _HELD_OUT_SHARE]
+    held_out = prompts[::_HELD_OUT_SHARE][:_MOST_HELD_OUT]
+    texts = {prompt.text for prompt in held_out}
+    others = [prompt for prompt in prompts if prompt.text not in texts]
     if not others:
         raise InvalidRequest.of("prompts", f"{len(prompts)} prompts", "at least 2: one is held out")
     return others, held_out
@@ -178,7 +182,8 @@ def _method(
         locate_safetensors(order.target, watcher.on_status), dtype=torch.float32, use_safetensors=True
     )
     target_weights = EmbeddingsAndHead.of(model).on(device)
-    ids = frequent_ids(examples, order.num_ids, vocab_size).to(device)
+    num_ids = vocab_size if order.method == "distill" else order.num_ids  # it is served as an ordinary model
+    ids = frequent_ids(examples, num_ids, vocab_size).to(device)
     method = _make(order, TrainingInputs(model, target_weights, ids, examples))
     method.module.to(device)
     return target_weights, method

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from outrider.engine.loading.loader import LoadedModel
 from outrider.models.drafter_choice import choose_drafter
@@ -295,3 +296,36 @@ def test_weights_are_small(made: dict[str, Made]) -> None:
         weights = cards.load(made[method].folder, method)[1]
         assert not any(weight.shape[0] == 257 for weight in weights.values())
         assert all(weight.dtype in (torch.bfloat16, torch.int32) for weight in weights.values())
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_folder_with_another_model_is_left_alone(order: TrainingOrder, models: Models, restart: bool) -> None:
+    """Such as the target's own, whose weights would be gone."""
+    weights = models.target / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    with pytest.raises(StartupError, match="holds a model"):
+        run.train(replace(order, out=models.target, method="distill", restart=restart), Watched())
+    assert weights.stat().st_mtime_ns == before
+
+
+def test_no_prompt_is_learnt_and_held_out(tmp_path: Path) -> None:
+    prompts = [{"kind": "chat", "prompt": f"Say {i % 50}."} for i in range(4000)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in prompts))
+    others, held_out = run._prompts(file)
+    assert {each.text for each in others}.isdisjoint(each.text for each in held_out)
+    assert others
+    assert len(held_out) == run._MOST_HELD_OUT
+
+
+def test_a_distilled_drafter_learns_every_id_that_it_is_served_with(made: dict[str, Made]) -> None:
+    ids = load_file(made["distill"].folder / cards.WEIGHTS)["ids"]
+    config = json.loads((made["distill"].folder / "config.json").read_text())
+    assert len(ids) == config["vocab_size"]
+
+
+def test_a_kind_may_be_called_all(order: TrainingOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_by_kind", lambda prompts, examples: {"all": examples[:1], "chat": examples[1:]})
+    card = run.train(replace(order, out=tmp_path / "out", learn_tokens=400), Watched())
+    assert card.training["tokens"] >= 400
+    assert list(card.metrics) == ["all", "chat"]

@@ -60,10 +60,7 @@ class AttentionSegment:
         return self.slots[base:]
 
     def mask(self, rule: Rule) -> torch.Tensor | None:
-        """Return which cached and new tokens each new token attends to, made once per step; None: all of them.
-
-        # [new tokens, cached + new tokens]
-        """
+        """Return which tokens each new one attends to, made once per step; None: all.  # [new, cached + new]"""
         if rule not in self.masks:
             self.masks[rule] = self._make_mask(rule)
         return self.masks[rule]

@@ -525,3 +525,29 @@ async def test_a_guess_below_gamma_is_followed_by_an_empty_one_without_another_e
     found = [await asyncio.wait_for(anext(messages), 10.0) for _ in range(2)]
     assert [guess.tokens for guess in found] == [(7,), ()]
     await messages.aclose()
+
+
+def test_a_chain_grows_no_deeper_than_the_tree_may_be() -> None:
+    """The verifier keeps 64 guesses ahead; what is beyond would be lost, and all that hangs from it."""
+    text = (1, 2, 3, 4) * 8
+    params = SamplingParams(seed=1, max_tokens=100, temperature=0.0)
+    session = DraftSession(DraftOpening("s", 0, text, len(text), params, VOCAB, DraftSteering(8, 3, 0, True)))
+    drafter = NgramDrafter(1, 3)
+    for _ in range(6):
+        if (request := session.next_request()) is None:
+            break
+        session.add_guess(drafter.propose(request), 100)
+        sent(session)
+    assert max(session.open_guesses.guess.shape.depths) == 8
+
+
+def test_texts_of_targets_with_other_vocabularies_stay_apart() -> None:
+    """A guess of an id that the target lacks counts as a violation, and the drafter is shunned by all."""
+    salts = set()
+    for digest in ("one", "another"):
+        params = SamplingParams(seed=1)
+        opening = DraftOpening("s", 0, PROMPT, 3, params, VOCAB, DraftSteering(gamma=4), "mine", digest)
+        request = DraftSession(opening).next_request()
+        assert request is not None
+        salts.add(request.cache_salt)
+    assert len(salts) == 2

@@ -12,6 +12,7 @@ import torch
 
 from drafter.blend.accuracy import AccuracyTracker, Record
 from drafter.blend.blend import BlendDrafter
+from drafter.hidden_states.earlier_states import MAX_AWAITING
 from drafter.interface import DraftRequest, ReadsLayers
 from drafter.methods.ngram import NgramDrafter
 from drafter.methods.registry import make
@@ -20,6 +21,7 @@ from drafter.session import DraftOpening, DraftSession
 from outrider.hidden_states.projection import PackedProjection
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.hidden_states.earlier_states import MAX_EARLIER_POSITIONS
 from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution, DraftSteering, Guess
@@ -430,10 +432,11 @@ def test_hidden_states_that_nobody_fetches_are_dropped() -> None:
     for n in range(100):
         text = LOOP[: 130 + n]
         params = SamplingParams(temperature=0.0)
-        drafter.draft([DraftRequest("x", text, len(text), 1, 4, params, VOCAB, hidden_states=(rows(n, 100),))])
+        drafter.draft([DraftRequest("x", text, len(text), 1, 4, params, VOCAB, hidden_states=(rows(n, 400),))])
     kept = drafter._sessions["x"].pending_states["model"]
-    assert kept._positions <= 4096
-    assert kept.take()[-1] == rows(99, 100)
+    most = MAX_EARLIER_POSITIONS + MAX_AWAITING
+    assert most - 400 < kept._positions <= most, "as much as a member alone would get"
+    assert kept.take()[-1] == rows(99, 400)
 
 
 def test_it_is_named_after_its_members() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -300,3 +301,15 @@ def test_a_real_model_of_other_ids_says_what_the_same_model_says(models: Models,
 def test_a_tokenizer_that_is_not_there_is_refused(models: Models, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="tokenizer"):
         made(models.draft, tmp_path)
+
+
+def test_a_full_tree_is_not_continued() -> None:
+    truth = TONGUES["long"].encode(TEXT)
+    drafter = drafter_for("bytes", "long")
+    committed, ahead = truth[:12], truth[12:20]
+    request = ask_for(committed)
+    full = replace(request, tokens=[*committed, *ahead], open_guess=request.chain(ahead), depth=8)
+    (guess,) = drafter.draft([full])
+    assert guess.done
+    assert guess.tokens == tuple(ahead)
+    assert len(drafter.draft([replace(full, depth=9)])[0].tokens) <= 9
