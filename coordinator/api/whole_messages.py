@@ -1,8 +1,8 @@
 """gRPC interceptor that reads clients' messages within the coordinator's byte budget.
 
 `http.limits.BodyReader` is its counterpart for HTTP. gRPC does not report how much of a message has arrived. A message
-that takes longer than 0.1 s therefore counts for more and more until it is complete, from 0.5 s on for the largest
-allowed one, so that slow clients cannot use more memory than the budget.
+that takes longer therefore counts as the largest allowed one until it is complete, so that slow clients cannot use more
+memory than the budget.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 # Counted in ticks of the event loop, so that a pause of this process makes no message late.
 TICK_S = 0.02
-SOON_TICKS, SLOW_TICKS = 5, 20  # a message counts as none, then for more and more
+SOON_TICKS = 5
 
 
 class WholeMessages(grpc.aio.ServerInterceptor):
@@ -83,14 +83,13 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         """Return the next complete message, or None at the end; raise Overloaded or Expired."""
         reading = asyncio.ensure_future(_next(requests))
         try:
-            for tick in range(-SOON_TICKS, SLOW_TICKS if large else 0):
+            for _ in range(SOON_TICKS):
                 if not reading.done():
-                    self._budget.take(share, self._largest * tick**3 // SLOW_TICKS**3)
                     await asyncio.wait({reading}, timeout=TICK_S)
             if not reading.done() and large:
                 self._budget.take(share, self._largest)
                 await asyncio.wait({reading}, timeout=self._timeout_s)
-            self._budget.give_back(share)
+                self._budget.give_back(share)
             if not reading.done():
                 raise Expired("the message did not arrive in time", field="request", limit=f"{self._timeout_s:g} s")
             message = reading.result()

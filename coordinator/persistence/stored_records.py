@@ -95,10 +95,7 @@ def seal_worker(data: bytes, worker_id: str, coordinator: str, at: float, keys: 
 
 @_reading("worker")
 def read_worker(worker_id: str, given: Sequence[bytes | None], keys: ApiKeys, now: float, age_s: float) -> WorkerInfo:
-    """Return the worker of a record with the fields data, coordinator, at and mac.
-
-    A record expires after `age_s`, so that an old one cannot be replayed.
-    """
+    """Return the worker of a record with data, coordinator, at and mac; after `age_s` it cannot be replayed."""
     data, coordinator, at, mac = (value or b"" for value in given)
     if keys:
         made = [_mac(secret, worker_id, coordinator.decode(), at.decode(), data) for secret in keys.derived(_PURPOSE)]

@@ -193,7 +193,7 @@ class Session:
             counted = replace(verdict, tokens=verdict.tokens[:taken], accepted=min(taken, verdict.accepted))
         self.stats.record_verdict(counted, self.drafting.control.plan)
         self._context.quotas.spend(self._tenant, taken)
-        self.store()
+        self._context.write_behind.mark_changed(self._entry)
         self.drafting.commit(verdict)
         self.output.notify()  # after the commit, which is on the path of the next round
 

@@ -134,10 +134,7 @@ class Registrations:
         return connection
 
     def _refuse_impostor(self, info: WorkerInfo) -> None:
-        """Raise Conflict for a worker with the id or the address of a present one.
-
-        A restarted worker has a new id, and its old stream has ended or is silent by then.
-        """
+        """Raise Conflict for a worker with the id or address of a present one: a restarted one has a new id."""
         for connection in self._workers:
             if (taken := self._conflict(info, connection)) is not None:
                 field, value = taken

@@ -33,10 +33,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character of byte-level vocabularies.
-
-    Printable bytes stand for themselves, the others for characters past the first 256.
-    """
+    """Return each character's byte in byte-level vocabularies: printable ones their own, others from 256 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -45,10 +45,7 @@ async def first_message(stream: AsyncIterator[T], timeout_s: float, what: str) -
 
 
 def critical_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Run a loop that the service depends on; an error in it ends the process.
-
-    A supervisor restarts the process. Without the loop every stream would hang.
-    """
+    """Run a loop that the service depends on; an error in it ends the process: else every stream would hang."""
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -30,6 +30,6 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def _is_full(error: Exception) -> bool:
-    """Return whether the disk is full; safetensors reports it in its message only."""
-    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return (isinstance(error, OSError) and error.errno in codes) or "No space left" in str(error)
+    """Return whether the disk is full; safetensors and torch report it in their messages only."""
+    codes, said = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), str(error)
+    return (isinstance(error, OSError) and error.errno in codes) or "No space left" in said or "unexpected pos" in said

@@ -22,10 +22,7 @@ SERVED_AS = {"distill": "model", "eagle3": PUBLISHED, "dspark": PUBLISHED}
 
 
 def drafter_kinds() -> frozenset[str]:
-    """Return the kinds of drafters: the modules of `drafter.methods` that register one.
-
-    The modules are read, not imported: some of them load torch.
-    """
+    """Return the kinds of drafters: modules of `drafter.methods` that register one, read and not imported."""
     spec = importlib.util.find_spec("drafter.methods")
     folders = (spec.submodule_search_locations or ()) if spec else ()
     modules = (path for folder in folders for path in Path(folder).glob("*.py"))

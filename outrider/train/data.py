@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from outrider.base.atomic_files import atomic_write
+from outrider.base.config import KV_TOKENS
 from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import LoadedModel
+from outrider.engine.paged.block_manager import blocks_for
 from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.speculation.exponential_race import coupled_draws
@@ -194,8 +196,10 @@ class _Generator:
 
     def generate(self, indices: Iterable[int]) -> Iterator[tuple[int, Example]]:
         """Yield the index and the example of each text when it is complete."""
-        waiting, running = iter(indices), list[_RunningText]()
-        while running := running + [self._begin(index) for index in islice(waiting, _SESSIONS - len(running))]:
+        waiting, running = deque(map(self._begin, indices)), list[_RunningText]()
+        while waiting or running:
+            while waiting and self._fit([*running, waiting[0]]):
+                running.append(waiting.popleft())
             self._step(running)
             for text in filter(self._is_complete, running):
                 self._engine.free(str(text.index))
@@ -209,8 +213,15 @@ class _Generator:
         tokens = encode(self._tokenizer, self._prompts[index % len(self._prompts)].text)
         most = self._engine.info.context_length - self._recipe.max_tokens
         if len(tokens) > most:
-            raise InvalidRequest.of("prompts", f"{len(tokens)} tokens", f"at most {most} tokens in a prompt")
+            said = self._prompts[index % len(self._prompts)].text[:40]
+            limit = f"at most {max(0, most)} tokens in a prompt, with answers of {self._recipe.max_tokens}"
+            raise InvalidRequest.of("prompts", f"{len(tokens)} tokens in {said!r}", limit)
         return _RunningText(index, tokens, len(tokens), self._recipe.params(index), [])
+
+    def _fit(self, texts: Sequence[_RunningText]) -> bool:
+        """Return whether the cache holds these texts at once; one alone is tried."""
+        needed = sum(blocks_for(text.prompt_length + self._recipe.max_tokens) for text in texts)
+        return len(texts) == 1 or (len(texts) <= _SESSIONS and needed <= blocks_for(KV_TOKENS))
 
     def _step(self, running: Sequence[_RunningText]) -> None:
         batch = []

@@ -36,7 +36,7 @@ class TrainingPlan:
     tokens: int  # in total; a token counts each time it is used
     step_tokens: int = 2_000
     learning_rate: float = 1e-3
-    places: int = 384  # positions used of each example, from its start
+    places: int = 384  # positions used of each example
     seed: int = 0
     gamma: int = 4  # length of the held-out chains
 

@@ -21,7 +21,6 @@ from outrider.train.data import DataRecipe, Dataset, Example, TrainingPrompt
 from outrider.train.methods.interface import acceptance, accepted_lengths, collate, greedy_targets
 
 _PLACES = 384
-_KV_TOKENS = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ def tune(
     status: Callable[[str], None],
 ) -> list[Exit]:
     """Return the early exits of a target, by number of layers."""
-    loaded = load_model(target, EngineOptions(device=device, kv_tokens=_KV_TOKENS, prefix_tokens=0), status)
+    loaded = load_model(target, EngineOptions(device=device, prefix_tokens=0), status)
     info, cost = loaded.engine.info, loaded.cost
     recipe = DataRecipe(info.weights_digest, data.digest(prompts), len(prompts), max_tokens, 0, temperatures=(0.0,))
     status("generating text with the target")

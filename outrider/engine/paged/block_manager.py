@@ -63,10 +63,7 @@ class BlockManager:
         return len(table.tokens)
 
     def allocate(self, session: str, more: int) -> tuple[int, int] | None:
-        """Allocate blocks for `more` tokens of a session. Return the source and target of a block to copy first.
-
-        Raises Overloaded when the cache is full.
-        """
+        """Allocate blocks for `more` tokens; return a block to copy first and its copy. Raise Overloaded if full."""
         table = self.tables.get(session) or self.tables.setdefault(session, BlockTable())
         self._add_to_index(table)
         length = len(table.tokens)

@@ -56,7 +56,8 @@ def collate(
     examples: Sequence[Example], max_positions: int, device: torch.device, generator: torch.Generator | None = None
 ) -> Batch:
     """Return a batch of examples, each cut to `max_positions`. With `generator`, some lack their start."""
-    lengths = [min(len(example.tokens) - 2, max_positions) for example in examples]
+    examples = [_cut(example, max_positions) for example in examples]
+    lengths = [len(example.tokens) - 2 for example in examples]
     rows = list(zip(examples, lengths, strict=True))
     outputs = [max(0, min(example.prompt_length - 2, length - 1)) for example, length in rows]
     starts = [0] * len(rows)
@@ -72,6 +73,14 @@ def collate(
     )
     bounds = map(torch.tensor, (starts, outputs, lengths))
     return Batch(*(each.to(device) for each in (*padded, *bounds)))
+
+
+def _cut(example: Example, positions: int) -> Example:
+    """Return so many positions of a text, at most half of them of the prompt if there are enough others."""
+    first = max(0, min(example.prompt_length - positions // 2, len(example.tokens) - 2 - positions))
+    states = slice(first, first + positions + 1)
+    kept = example.hidden_states[states], example.layer_states[states]
+    return Example(example.tokens[first : first + positions + 2], example.prompt_length - first, *kept)
 
 
 class Method(Protocol):

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from coordinator.admission.byte_budget import UNCOUNTED, ByteBudget
-from coordinator.api.whole_messages import SOON_TICKS, TICK_S, WholeMessages
+from coordinator.api.whole_messages import WholeMessages
 from outrider.base.aio import until
 from outrider.protocol.errors import Expired, InvalidRequest, Overloaded
 from outrider.v1 import coordinator_pb2 as pb
@@ -92,24 +92,6 @@ async def test_requests_that_are_held_back_count_as_the_largest_until_they_are_t
         with pytest.raises(Expired):
             await late
     assert budget._held == 0
-
-
-async def test_many_requests_may_be_a_little_late() -> None:
-    """As those of clients on a busy machine: they are small, as far as one can tell."""
-
-    async def late() -> AsyncIterator[pb.GenerateRequest]:
-        await arrives.wait()
-        yield pb.GenerateRequest(prompt="x")
-
-    budget, handler, arrives = ByteBudget(2 * LARGEST), Handler(), asyncio.Event()
-    read = await reading(handler, budget)
-    calls = [asyncio.ensure_future(anext(read(late()))) for _ in range(300)]
-    await asyncio.sleep((SOON_TICKS + 2) * TICK_S)
-    arrives.set()
-    assert await until(lambda: len(handler.requests) == 300, 5)
-    assert budget._held == 0
-    handler.answer.set()
-    await asyncio.gather(*calls)
 
 
 async def test_a_large_request_counts_until_it_is_answered() -> None:

@@ -29,6 +29,7 @@ def test_a_request_with_several_prompts_is_refused(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="not several"):
         make_request("x", given)
     assert make_request(None, given).WhichOneof("input") != "prompt"
+    assert make_request("x", {"chat": [], "tokens": ()}).WhichOneof("input") == "prompt"
 
 
 @pytest.mark.parametrize(

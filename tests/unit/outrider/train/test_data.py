@@ -12,6 +12,7 @@ import torch
 from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import LoadedModel, load_model
 from outrider.engine.loading.options import EngineOptions
+from outrider.protocol.errors import InvalidRequest
 from outrider.testing.toy_models import make_model
 from outrider.train import data
 from outrider.train.data import DataRecipe, Dataset, Example, TrainingPrompt
@@ -91,3 +92,22 @@ def test_greedy_texts_follow_the_best_token(target: LoadedModel, recipe: DataRec
         logits = target.engine.extend([SessionTokens("again", tokens[:-1], logits_from=first)]).logits[0]
         target.engine.free("again")
         assert tokens[first + 1 :] == logits.argmax(dim=-1).tolist()
+
+
+def test_texts_go_together_as_far_as_the_cache_holds_them(
+    recipe: DataRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that it cannot hold alone is tried, and the engine tells."""
+    folder = make_model(tmp_path / "target", seed=7)
+    small = load_model(str(folder), EngineOptions(device="cpu", kv_tokens=256, prefix_tokens=0))
+    monkeypatch.setattr(data, "KV_TOKENS", 256)
+    assert sum(len(data.encode(small.tokenizer, prompt.text)) + recipe.max_tokens for prompt in PROMPTS) > 256
+    texts = _written(small, tmp_path, recipe)
+    assert len(texts) == recipe.num_examples
+    assert small.engine.cached_tokens == 0
+
+
+def test_a_prompt_that_is_too_long_is_told_before_any_text_is_written(target: LoadedModel, recipe: DataRecipe) -> None:
+    prompts = [*PROMPTS, TrainingPrompt("chat", "Far too long " * 2000)]
+    with pytest.raises(InvalidRequest, match="'Far too long"):
+        next(data._Generator(target, recipe, prompts).generate(range(len(prompts))))
