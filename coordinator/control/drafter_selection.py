@@ -1,7 +1,4 @@
-"""Drafter selection: which of a session's drafters may guess. Pure.
-
-The drafter with the most accepted tokens guesses, and those that come near it.
-"""
+"""Which of a session's drafters may guess: the one with the most accepted tokens, and those near it. Pure."""
 
 from __future__ import annotations
 

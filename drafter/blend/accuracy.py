@@ -98,10 +98,7 @@ class AccuracyTracker:
                 yield name, tokens[position] in guessed[tokens[position - 1]]
 
     def _chain_outcomes(self, request: DraftRequest) -> Iterator[tuple[str, float, int]]:
-        """Yield the chains whose outcome is known: drafter, expected and accepted tokens.
-
-        Chains whose previous token was not committed are dropped.
-        """
+        """Yield drafter, expected and accepted tokens of chains that follow a committed token, once known."""
         for (name, start), (previous, tokens, expected) in list(self._chains.items()):
             if start >= request.committed:
                 continue

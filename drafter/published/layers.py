@@ -1,7 +1,4 @@
-"""Decoder layers of drafters.
-
-The parameters have the names of the published tensors. They are made without memory: loading assigns them.
-"""
+"""Decoder layers of drafters, named as the published tensors and made without memory, which loading assigns."""
 
 from __future__ import annotations
 

@@ -40,10 +40,7 @@ class DraftKvCache:
 
 @dataclass(frozen=True, slots=True)
 class SessionRows:
-    """New rows of one session: a chain after its cached rows, or a tree with `parents` as in TreeShape.
-
-    Rows that are not causal see one another.
-    """
+    """New rows of one session: a chain, or a tree with `parents`. Rows that are not causal see one another."""
 
     cache: DraftKvCache
     count: int

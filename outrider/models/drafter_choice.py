@@ -1,7 +1,4 @@
-"""The choice of a drafter: its kind and model from what an operator names, and the best one for a target.
-
-Imports no torch: the command line uses it too.
-"""
+"""The kind and model of a drafter from what an operator names, and the best for a target. Imports no torch."""
 
 from __future__ import annotations
 

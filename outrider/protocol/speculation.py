@@ -326,7 +326,11 @@ def joined(verdicts: Sequence[Verdict]) -> Verdict:
         position=first.position,
         tokens=tuple(chain.from_iterable(each.tokens for each in verdicts)),
         logprobs=tuple(chain.from_iterable(each.logprobs for each in verdicts)),
-        timings=replace(last.timings, cached_tokens=first.timings.cached_tokens),
+        timings=replace(
+            last.timings,
+            cached_tokens=first.timings.cached_tokens,
+            draft_us=sum(each.timings.draft_us for each in verdicts),
+        ),
     )
 
 

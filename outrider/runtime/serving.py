@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ from outrider.base.aio import background, until
 from outrider.base.config import Settings, has_secrets
 from outrider.base.endpoint import bracketed, is_loopback
 from outrider.base.grpc_options import raise_descriptor_limit, server_options
+from outrider.base.processes import collect_rarely
 from outrider.protocol.errors import StartupError
 from outrider.security.credentials import Credentials
 from outrider.security.error_interceptor import ErrorInterceptor
@@ -87,8 +87,7 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
     await _set_health(status, [""], serving=True)
     address = f"{bracketed(settings.host)}:{port}"
     log.info("serving", address=address)
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # by default, collections took a tenth of a coordinator's CPU time at 64 sessions
+    collect_rarely()
     ready(address)
     async with background(_follow_health(status, service), service.credentials.follow()):
         await leave.wait()

@@ -81,7 +81,7 @@ class HttpServer:
                 peer, _ = await asyncio.get_running_loop().sock_accept(self._socket)
             except OSError as error:
                 log.warning("HTTP connection not accepted", error=error.strerror)
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(0 if isinstance(error, ConnectionError) else _PAUSE_S)  # that one, or all
                 continue
             connection = self._make_connection()
             connection.opening = asyncio.create_task(self._begin(connection, peer))

@@ -29,10 +29,7 @@ _BUSY_FACTOR, _BUSY_MS = 1.5, 15.0  # accepted at the timeout: probes on a busy 
 
 @dataclass(frozen=True, slots=True)
 class ToyPair:
-    """Target and perturbed copy.
-
-    `acceptance` is that of first guesses. `gain` is the share of failed ones whose token is among two runners-up.
-    """
+    """Target and perturbed copy. `gain` is the share of failed guesses whose token is among two runners-up."""
 
     target: Path
     draft: Path

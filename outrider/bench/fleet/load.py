@@ -11,6 +11,7 @@ from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from outrider.base.processes import collect_rarely
 from outrider.bench.fleet.fleets import FleetUnderLoad, verifiers_of
 from outrider.bench.fleet.prompts import PromptMix
 from outrider.client.aio import AsyncClient
@@ -80,6 +81,7 @@ class _Load:
         ]
 
     async def measure(self, seconds: float) -> LoadRecord:
+        collect_rarely()
         record = self._record
         tasks = {asyncio.create_task(self._ask_in_turn(session)) for session in range(record.sessions)}
         tasks.add(asyncio.create_task(self._watch_verifiers()))

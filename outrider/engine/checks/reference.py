@@ -1,7 +1,4 @@
-"""Reference logits: a model's own eager forward, one sequence at a time, without cache or batch.
-
-Every engine is compared with them at start (`conformance`).
-"""
+"""Reference logits: a model's own eager forward of one sequence, without a cache. Engines must agree with them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""vLLM's engine core in this process: start, requests, steps, end.
-
-Only workers of a split model are processes of their own.
-"""
+"""vLLM's engine core in this process. Only workers of a split model are processes of their own."""
 
 from __future__ import annotations
 

@@ -54,10 +54,7 @@ class LoadedCore:
 
 
 def load_core(name: str, options: CoreOptions, progress: Callable[[str], None]) -> LoadedCore:
-    """Start vLLM with a model. Raises StartupError with the reason and the remedy.
-
-    `options.model` is ignored: it is where `name` is found.
-    """
+    """Start vLLM with the model in `name`, not `options.model`; raise StartupError with the reason and remedy."""
     path = _folder(locate_safetensors(name, progress))
     if not path.is_dir() or not list(path.glob("*.safetensors")):
         raise StartupError(

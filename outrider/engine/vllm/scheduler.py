@@ -1,7 +1,4 @@
-"""vLLM's scheduler with the sessions of a planned step: their guesses go in, the other sessions wait.
-
-vLLM takes it by its setting `scheduler_cls`.
-"""
+"""vLLM's scheduler (its setting `scheduler_cls`) with the guesses of a planned step; other sessions wait."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def commit(session: VerifySession, count: int, **fields: object) -> None:
     for _ in range(count):
         number = len(session.committed) - len(PROMPT)
         logprobs = (TokenLogprobs(-float(number)),)
-        times = VerifyTimings(wait_us=number, step_us=number, cached_tokens=7 if number == 0 else 0)
+        times = VerifyTimings(number, number, cached_tokens=7 if number == 0 else 0, draft_us=100)
         at = len(session.committed)
         verdict = Verdict(at, (10 + number,), 0, TokenKind.PLAIN, timings=times, logprobs=logprobs)
         for name, value in fields.items():
@@ -46,6 +46,7 @@ async def test_plain_steps_that_are_unread_share_a_verdict() -> None:
     assert [each.logprob for each in verdict.logprobs] == [0.0, -1.0, -2.0, -3.0, -4.0]
     assert (verdict.timings.wait_us, verdict.timings.step_us) == (4, 4), "those of the last step"
     assert verdict.timings.cached_tokens == 7, "what the first verdict reports"
+    assert verdict.timings.draft_us == 500, "that of all steps"
     assert verdict.finish_reason is FinishReason.LENGTH
     assert await session.next_reply() == Ended(None)
 
