@@ -1,7 +1,4 @@
-"""The drafter in a verifier's process: what `--own-drafter` of a verifier starts.
-
-The verifier finds it by its entry point, since services do not import each other.
-"""
+"""The drafter in a verifier's process, of `--own-drafter`; its entry point keeps services from importing each other."""
 
 from __future__ import annotations
 

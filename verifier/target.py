@@ -47,10 +47,7 @@ class VerifyStep:
 
 
 class VerifyTarget(Protocol):
-    """A model with the KV caches of many sessions, which verifies their guesses in steps.
-
-    `step` runs in one thread of its own. The other methods are called between steps.
-    """
+    """A model with the KV caches of many sessions. `step` runs in a thread of its own, the rest between steps."""
 
     @property
     def info(self) -> ModelInfo: ...

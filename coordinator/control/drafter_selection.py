@@ -1,4 +1,4 @@
-"""Which of a session's drafters may guess: the one with the most accepted tokens, and those near it. Pure."""
+"""Drafter selection, pure: the one with the most accepted tokens guesses, and those that come near it do."""
 
 from __future__ import annotations
 

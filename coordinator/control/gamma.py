@@ -177,10 +177,7 @@ class Controller:
         return now or self._since_choice >= every or (short and self._fixed_plan is not None)
 
     def decide(self, drafter: BestDrafter | None) -> VerifySteering | None:
-        """Return new steering for the verifier, or None if nothing changes; drafters follow `plan`.
-
-        `drafter` is None while no drafter is attached.
-        """
+        """Return new steering for the verifier, if anything changes; `drafter` is None while none is attached."""
         choice = self._choose(drafter)
         if choice is None:
             return None

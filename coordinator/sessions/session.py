@@ -93,10 +93,7 @@ class Session:
         self.urgency.stop_when_late(self._task, lambda: self.stats.waiting and self.followers < 2, self.stop)
 
     async def opened(self) -> None:
-        """Wait until Redis has the session, so that another coordinator could resume it. It ends if one has done so.
-
-        The session id must not be sent to the client before that.
-        """
+        """Wait until Redis has the session: before that, its id must not be sent. It ends if another resumes it."""
         if self._task is not None:
             await self._context.write_behind.write_first(self._entry)
 

@@ -1,7 +1,4 @@
-"""Locations of models: local paths, GGUF files (indexed once), hub ids, and the default target.
-
-Imports no torch: the command line and the coordinator use it too.
-"""
+"""Locations of models: paths, GGUF files (indexed once), hub ids, the default target. Imports no torch."""
 
 from __future__ import annotations
 

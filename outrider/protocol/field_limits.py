@@ -1,7 +1,4 @@
-"""Length limits of request fields: one table for gRPC and HTTP, clients and workers.
-
-A text without an entry has the limit OTHER, so that fields added later are bounded too.
-"""
+"""Length limits of request fields, for both protocols and all peers; a text without an entry has the limit OTHER."""
 
 from __future__ import annotations
 

@@ -83,10 +83,7 @@ class _Server:
             self._launch()
 
     def watch(self) -> None:
-        """Restart the server whenever it ends, until `stop`.
-
-        The calling thread must run until then: Linux ends the server with the thread that started it.
-        """
+        """Restart the server whenever it ends, until `stop`. On Linux it ends with the thread that calls this."""
         pause = _RESTART_S
         while True:
             status = self._process.wait()

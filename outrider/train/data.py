@@ -102,9 +102,10 @@ def _parse(text: str, name: str) -> list[TrainingPrompt]:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
             raise InvalidRequest.of(f"{name}:{number}", line[:40], f"a JSON object: {error}") from error
-        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str) or not entry["prompt"].strip():
+        prompt = entry.get("prompt") if isinstance(entry, dict) else None
+        if not isinstance(prompt, str) or not prompt.strip() or any("\ud800" <= char <= "\udfff" for char in prompt):
             raise InvalidRequest.of(f"{name}:{number}", line[:40], "an object with a `prompt` that is some text")
-        prompts.append(TrainingPrompt(str(entry.get("kind", "chat")), entry["prompt"]))
+        prompts.append(TrainingPrompt(str(entry.get("kind", "chat")), prompt))
     if not prompts:
         raise InvalidRequest.of(name, "0 prompts", "at least one")
     return prompts

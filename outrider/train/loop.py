@@ -127,14 +127,15 @@ class Training:
             loss = self._method.loss(batch, generator, self.tokens / self._plan.tokens)
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
-        torch.nn.utils.clip_grad_norm_(self._trained.values(), _CLIP)
+        norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), _CLIP)
+        value = loss.item()
+        if not math.isfinite(value + float(norm)):
+            found = f"the loss became {value} with gradients of {float(norm)} at step {self.step}"
+            message = f"{found}: try a lower --learning-rate"
+            raise StartupError(message, field="learning_rate", value=self._plan.learning_rate)
         self._optimizer.step()
         self.step += 1
         self.tokens += int(batch.lengths.sum())
-        value = loss.item()
-        if not math.isfinite(value):
-            message = f"the loss became {value} at step {self.step}: try a lower --learning-rate"
-            raise StartupError(message, field="learning_rate", value=self._plan.learning_rate)
         return value
 
     def _schedule(self) -> float:

@@ -69,6 +69,10 @@ class TrainingOrder:
             raise StartupError.of("method", self.method, f"one of {', '.join(METHODS)}")
         if self.start and self.method != "eagle":
             raise StartupError.of("from", self.start, "given with eagle only")
+        if self.start:
+            cards.load(cards.locate(self.start, self.method), self.method)
+        if self.method == "distill" and self.hidden % (2 * max(1, self.hidden // 64)):
+            raise StartupError.of("hidden", self.hidden, "a multiple of 64, or an even number below 128")
         if self.markov not in MARKOV_HEADS:
             raise StartupError.of("markov", self.markov, f"one of {', '.join(MARKOV_HEADS)}")
         trained, begun = cards.is_trained(str(self.out)), (self.out / loop.CHECKPOINT).is_file()

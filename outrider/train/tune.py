@@ -53,6 +53,8 @@ def tune(
     del loaded
     status("evaluating every layer")
     lengths = _lengths_by_layer(target, list(dataset.examples()), gamma_max, status)
+    if not lengths:
+        raise StartupError.of("target", target, "a model of several layers that answers")
     return [_exit(number, len(lengths), each, cost, gamma_max) for number, each in enumerate(lengths, 1)]
 
 

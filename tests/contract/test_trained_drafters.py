@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from outrider.engine.loading.loader import LoadedModel
 from outrider.models.drafter_choice import choose_drafter
 from outrider.protocol.errors import StartupError
+from outrider.testing.toy_models import make_model
 from outrider.train import data, loop, run
 from outrider.train.artifacts import card as cards
 from outrider.train.artifacts.card import Card
@@ -193,6 +194,9 @@ def test_a_damaged_drafter_is_told(made: dict[str, Made], tmp_path: Path) -> Non
         ({"method": "magic"}, "method is magic, must be one of"),
         ({"method": "medusa", "start": "/nowhere"}, "from is /nowhere, must be given with eagle only"),
         ({"method": "dspark", "markov": "foo"}, "markov is foo, must be one of"),
+        ({"start": "/nowhere"}, "no trained drafter"),
+        ({"method": "distill", "hidden": 200}, "hidden is 200, must be a multiple of 64"),
+        ({"method": "early-exit", "exit_layers": 2}, "exit_layers is 2, must be at most 1 beside 1"),
         ({"prompts": Path("/nowhere.jsonl")}, "cannot read"),
         ({"target": "/nowhere"}, "no model at"),
         ({"device": "cuda:77"}, "CUDA|cuda"),
@@ -227,6 +231,13 @@ def test_tune_says_what_an_early_exit_would_gain(order: TrainingOrder, models: M
     assert 1 <= exits[0].gamma <= 3
     assert 0.2 < exits[0].speed_up < 3
     assert said
+
+
+def test_tune_says_that_one_layer_has_no_early_exit(tmp_path: Path) -> None:
+    target = make_model(tmp_path / "single", seed=3, layers=1)
+    prompts = data.shipped("heldout")[:2]
+    with pytest.raises(StartupError, match="must be a model of several layers"):
+        tune(str(target), prompts, tmp_path, gamma_max=1, max_tokens=8, device="cpu", status=lambda _: None)
 
 
 # Served.

@@ -297,10 +297,7 @@ def dequantize(quantized: QuantizedRows, ids: torch.Tensor | None = None) -> tor
 
 
 class _MappedMemory:
-    """Zeroed memory, in large pages if the system has them: small ones cost address look-ups when read as a stream.
-
-    Memory that was never written is not backed by the system.
-    """
+    """Zeroed memory, in large pages if possible (small ones cost address look-ups); unwritten parts take no room."""
 
     def __init__(self) -> None:
         self._mapping = torch.empty(0, dtype=torch.uint8)

@@ -1,7 +1,4 @@
-"""A target's embeddings and head: the only weights of it that a drafter on another machine needs.
-
-They are read without the rest: the target may be too large for that machine.
-"""
+"""A target's embeddings and head, read without the rest: all that a drafter on another machine needs of it."""
 
 from __future__ import annotations
 

@@ -61,6 +61,9 @@ def early_exit(inputs: TrainingInputs, *, exit_layers: int, layers: int) -> Lang
     own_layers = getattr(body, "layers", None)
     if own_layers is None or getattr(body, "norm", None) is None:
         raise StartupError(f"no early exit: {type(target).__name__} has no layers or final norm where expected")
+    if exit_layers + layers > len(own_layers):
+        limit = f"at most {len(own_layers) - layers} beside {layers} trained ones"
+        raise StartupError.of("exit_layers", exit_layers, limit)
     kept = [*own_layers[:exit_layers], *(copy.deepcopy(layer) for layer in own_layers[-layers:])]
     for index, layer in enumerate(kept):
         layer.self_attn.layer_idx = index

@@ -111,3 +111,11 @@ def test_a_prompt_that_is_too_long_is_told_before_any_text_is_written(target: Lo
     prompts = [*PROMPTS, TrainingPrompt("chat", "Far too long " * 2000)]
     with pytest.raises(InvalidRequest, match="'Far too long"):
         next(data._Generator(target, recipe, prompts).generate(range(len(prompts))))
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "a \\ud800"}', '{"prompt": " "}', '{"prompt": 5}', '["prompt"]', "{"])
+def test_a_line_that_is_no_prompt_is_told(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"prompt": "Say something."}}\n{line}\n')
+    with pytest.raises(InvalidRequest, match=r"prompts\.jsonl:2"):
+        data.read_prompts(file)
