@@ -45,9 +45,10 @@ class ByteBudget:
             return
         if self._held + more > self.limit:
             self._trim_later()  # part of the request is in memory
-            message = f"requests of {self._held} bytes are being read already"
+            fits = more + share.held <= self.limit
+            message = f"requests of {self._held} bytes are being read already" if fits else f"it has {size} bytes"
             limit = f"{self.limit} bytes of all requests together"
-            raise Overloaded(message, field="request", value=size, limit=limit, retry_after_ms=1000)
+            raise Overloaded(message, field="request", value=size, limit=limit, retry_after_ms=1000 * fits)
         share.held += more
         self._held += more
 

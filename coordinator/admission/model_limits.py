@@ -57,8 +57,9 @@ class ModelLimits:
         if budget < 1:
             raise InvalidRequest.of("prompt", size, f"under the context of {context} tokens")
         if not given:
-            most = params.max_tokens if default is None else min(default, budget)
-            params = replace(params, max_tokens=min(most, self.output or most))
+            most = params.max_tokens if default is None else default
+            most = min(most, self.output or most)
+            params = replace(params, max_tokens=most if default is None and most < context else min(most, budget))
         wanted = params.max_tokens
         if 0 < self.output < wanted:
             raise InvalidRequest.of("params.max_tokens", wanted, f"at most {self.output}, the model's limit")

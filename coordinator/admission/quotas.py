@@ -71,7 +71,7 @@ class Quotas:
             raise full("sessions", f"{live} sessions are running", live, limit)
         if usage.max_sessions and held >= usage.max_sessions:
             raise full("key.max_sessions", f"{held} sessions of this key are running", held, usage.max_sessions)
-        if self._several() and not within_share(held + 1, limit - live - 1):
+        if held and self._several() and not within_share(held + 1, limit - live - 1):
             raise full("key.sessions", f"{held} sessions of this key are running, of {live}", held, "a fair share")
         _within("requests_per_minute", usage.requests)
         _within("tokens_per_minute", usage.tokens)
@@ -80,7 +80,8 @@ class Quotas:
     def admit_takeover(self, tenant: Tenant, held: int, live: int) -> None:
         """Raise Unavailable beyond twice the limits: sessions of a failed coordinator are accepted above them."""
         limit, own = 2 * self._settings.max_sessions, 2 * self._usage(tenant).max_sessions
-        if live >= limit or 0 < own <= held or (self._several() and not within_share(held + 1, limit - live - 1)):
+        unfair = held and self._several() and not within_share(held + 1, limit - live - 1)
+        if live >= limit or 0 < own <= held or unfair:
             raise Unavailable(f"{live} sessions are running here", retry_after_ms=1000)
 
     def spend(self, tenant: Tenant, tokens: int) -> None:

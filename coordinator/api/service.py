@@ -62,8 +62,7 @@ class CoordinatorService(rpc.OutriderServicer):
         self._attachment = AttachmentService(self.sessions, settings)
         budget = ByteBudget(_MIB * settings.max_bodies_mib)
         largest = _MIB * settings.max_message_mib
-        streaming = frozenset({REGISTRY, ATTACHMENT})
-        self.interceptors = (WholeMessages(budget, largest, settings.open_timeout_s, streaming),)
+        self.interceptors = (WholeMessages(budget, largest, settings.open_timeout_s, REGISTRY, first=ATTACHMENT),)
         self._http = None
         if settings.http_port >= 0:
             app = Api(self.sessions, settings, self.api_keys, budget).app()

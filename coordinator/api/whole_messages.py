@@ -31,12 +31,15 @@ SOON_TICKS = 5
 class WholeMessages(grpc.aio.ServerInterceptor):
     """Interceptor that serves unary requests as streams, whose handler controls the reading."""
 
-    def __init__(self, budget: ByteBudget, largest: int, timeout_s: float, exempt: frozenset[str]) -> None:
-        """Set the limits; `largest` is a message's size in bytes, `exempt` names services with long silent streams."""
+    def __init__(self, budget: ByteBudget, largest: int, timeout_s: float, exempt: str, first: str) -> None:
+        """Set the limits; `largest` is a message's size in bytes. The streams of two services are silent for long.
+
+        Those of `exempt` are not controlled, of those of `first` the first message is.
+        """
         self._budget = budget
         self._largest = min(largest, budget.limit)
         self._timeout_s = timeout_s
-        self._exempt = exempt
+        self._exempt, self._first = exempt, first
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
@@ -44,17 +47,17 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         method: str = handler_call_details.method
         service = method.strip("/").partition("/")[0]
-        if handler is None or service in self._exempt:
+        if handler is None or service == self._exempt:
             return handler
         # Health needs no key: large messages are not read there.
-        behaviour = self._reading(handler, large=service != health.SERVICE_NAME)
+        behaviour = self._reading(handler, large=service != health.SERVICE_NAME, every=service != self._first)
         read, write = handler.request_deserializer, handler.response_serializer
         return grpc.stream_stream_rpc_method_handler(behaviour, read, write)
 
-    def _reading(self, handler: Any, *, large: bool) -> Callable[..., AsyncIterator[Any]]:
+    def _reading(self, handler: Any, *, large: bool, every: bool) -> Callable[..., AsyncIterator[Any]]:
         async def behaviour(requests: AsyncIterator[Any], context: Call) -> AsyncIterator[Any]:
             with self._budget.share() as share:
-                given: Any = self._messages(requests, share, large=large)
+                given: Any = self._messages(requests, share, large=large, every=every)
                 if not handler.request_streaming:
                     given = await _only(given)
                 streaming = handler.stream_stream or handler.unary_stream
@@ -71,10 +74,15 @@ class WholeMessages(grpc.aio.ServerInterceptor):
 
         return behaviour
 
-    async def _messages(self, sent: AsyncIterator[Any], share: ByteShare, *, large: bool) -> AsyncGenerator[Any, None]:
+    async def _messages(
+        self, sent: AsyncIterator[Any], share: ByteShare, *, large: bool, every: bool
+    ) -> AsyncGenerator[Any, None]:
         try:
             while (message := await self._read(sent, share, large=large)) is not None:
                 yield message
+                if not every:
+                    async for further in sent:
+                        yield further
         except OutriderError as error:
             log.info("request refused", code=error.code, error=error.message)
             raise

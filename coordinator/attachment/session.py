@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from coordinator.sessions.verdicts import SentMessages, VerdictReader
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import OFF
 from outrider.protocol import convert, message_limits
+from outrider.protocol.checks import MAX_IDS, check_number, check_tokens
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.speculation import MAX_GAMMA, FinishReason, SessionOpening, VerifySteering
@@ -33,6 +35,7 @@ _SHORTEST_STEP_S = 0.001  # on average; faster verdicts are read at this rate
 _BURST = 64
 _SILENCE_S = 600.0  # between verdicts; a request may wait for its first one
 _PLAIN_STEPS = 8  # of a verdict while no guesses are made
+_HISTORIES = 32  # of a tenant's engines, which may give their models any names
 _CHAINS_ONLY = SpeculationOptions(branches=1)
 
 
@@ -116,7 +119,7 @@ class AttachedSession:
     def _receive(self, reply: verify.VerifyReply) -> None:
         kind = reply.WhichOneof("message")
         if kind == "refused":
-            self._drafting.receive(self._reader.refusal(reply))
+            self._drafting.receive(self._reader.refusal(reply), InvalidRequest)  # no other session learns of it
             return
         if kind != "verdict":
             raise InvalidRequest.of("message", kind or "empty", "verdict or refused")
@@ -132,7 +135,10 @@ def _model(opening: pb.OpenAttached, tenant_id: str) -> ModelInfo:
     model = convert.model_from_proto(opening.model)
     if not model.vocabulary_digest:
         raise InvalidRequest.of("open.model.vocabulary_digest", "empty", "the digest of the vocabulary")
-    return replace(model, fingerprint=f"{METRICS_NAME} {tenant_id} {model.fingerprint}")
+    check_number("open.model.vocab_size", model.vocab_size, 1, MAX_IDS)
+    check_tokens("open.model.eos_token_ids", model.eos_token_ids, model.vocab_size)
+    number = zlib.crc32(model.fingerprint.encode()) % _HISTORIES
+    return replace(model, fingerprint=f"{METRICS_NAME} {tenant_id} {number}")
 
 
 def _record(opening: pb.OpenAttached, model: ModelInfo, salt: str, tenant_id: str) -> SessionRecord:

@@ -42,7 +42,7 @@ _RANGES = {
     "ahead_gain": _SHARE,
     "tree_rows": (1.0, 1e3),
     "level_ms": _MS,
-    "paces": (0.0, 1e6),
+    "paces": (1e-3, 1e6),
     "gained": (-1e3, 1e3),
 }
 MAX_ADDRESS_CHARACTERS = 300

@@ -163,7 +163,7 @@ class Drafting:
         if drafter.pair.late > BEGINNING and drafter.connection.info.model.device not in ("", "cpu"):
             drafter.pair.observe_late_draft(drafter.plan.gamma + DIRECT_START, timings.wait_us, tree=tree)
 
-    def receive(self, reply: Refusal | EarlierReply) -> None:
+    def receive(self, reply: Refusal | EarlierReply, blame: type[OutriderError] = ProtocolViolation) -> None:
         """Detach the drafter whose guess the verifier refused, or whose projection it lacks; pass earlier states on."""
         if isinstance(reply, EarlierReply):
             self._stats.hidden_bytes += relay_earlier(self._attached.values(), reply)
@@ -172,7 +172,7 @@ class Drafting:
                 each.cancel(PeerLost("the verifier does not have its projection"))
         elif (drafter := self._attached.get(reply.source)) is not None:
             self._chooser.exclude(drafter.connection.info.worker_id)
-            drafter.cancel(ProtocolViolation(f"the verifier refuses its guesses: {reply.error.message}"))
+            drafter.cancel(blame(f"the verifier refuses its guesses: {reply.error.message}"))
 
     async def _keep_drafting(self, verifier: GuessReceiver, place: int) -> None:
         """Attach one drafter after another to this place."""

@@ -16,6 +16,7 @@ from outrider.protocol.errors import (
     Fenced,
     InvalidRequest,
     OutriderError,
+    Overloaded,
     PeerLost,
     ProtocolViolation,
     Unavailable,
@@ -116,12 +117,15 @@ class DrafterChooser:
         self._excluded.add(worker_id)
 
     def record_loss(self, connection: WorkerConnection, error: OutriderError) -> None:
-        """Record the loss of a drafter, and exclude it if it broke the protocol."""
+        """Record the loss of a drafter, and exclude it if it broke the protocol or refuses this session."""
         if isinstance(error, InvalidRequest | ProtocolViolation):
             self.exclude(connection.info.worker_id)
         if isinstance(error, ProtocolViolation):
             self._worker_pool.shunned.report(connection.info, error.message)
-        connection.record_failure()
+        if isinstance(error, Overloaded):
+            connection.record_full()
+        elif not isinstance(error, InvalidRequest):
+            connection.record_failure()
 
     def readable_states(self, places: int) -> list[StateSpec]:
         """Return the hidden states that drafters read which may be attached to one of the places."""
@@ -132,10 +136,10 @@ class DrafterChooser:
         return [each.info.state_spec or FINAL_STATES for each in fitting if each.info.hidden_states]
 
     def _fits(self, connection: WorkerConnection) -> bool:
-        """Return whether a drafter may be attached: never two of one model, and a further one only below capacity."""
+        """Return whether a drafter may be attached: below its capacity, and never two of one model."""
         return (
             self.suits(connection.info)
             and connection.info.worker_id not in self._excluded
             and connection.info.model.fingerprint not in self._models
-            and (not self._models or occupancy(connection) < 1.0)
+            and occupancy(connection) < 1.0
         )

@@ -50,8 +50,10 @@ class KnownWorkers:
             return self._add(left)
         await self.drop(info.worker_id)
         for connection in self:
-            if same_place(connection.info, info):
+            if same_place(connection.info, info) and connection.info.worker_id != info.worker_id:
                 await self.drop(connection.info.worker_id)  # restarted at the same address
+        if info.worker_id in self._present:  # another task has added it in the meantime
+            return await self.put(info)
         return self._add(WorkerConnection(info, lambda: self._fleet.access(info.role)))
 
     async def drop(self, worker_id: str) -> None:

@@ -153,6 +153,6 @@ class Registrations:
         reports = bool(connection.registrations) and quiet_s <= SILENT_AFTER_HEARTBEATS * self._heartbeat_s
         if connection.info.worker_id == info.worker_id:
             # A worker known only from Redis is present until it is forgotten.
-            present = reports or not connection.registrations
+            present = reports or not connection.registrations or info.role is not connection.info.role
             return ("worker_id", info.worker_id) if present and not same_worker(connection.info, info) else None
         return ("address", info.address) if reports and same_place(connection.info, info) else None

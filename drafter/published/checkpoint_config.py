@@ -12,7 +12,6 @@ from outrider.protocol.errors import StartupError
 
 CONFIG = "config.json"
 MAX_WIDTH = 1 << 17
-MAX_IDS = 1 << 22
 MAX_LAYERS = 1 << 10
 _MAX_BYTES = 1 << 20
 

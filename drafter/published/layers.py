@@ -11,8 +11,9 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
-from drafter.published.checkpoint_config import MAX_IDS, CheckpointConfig
+from drafter.published.checkpoint_config import CheckpointConfig
 from drafter.published.rows import RowBatch
+from outrider.protocol.checks import MAX_IDS
 
 _ROPE_KINDS = ("default", "llama3", "linear", "yarn")
 _BIASED = ("qwen2", "mimo")  # their queries, keys and values have biases, their outputs have none

@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from drafter.published.checkpoint_config import MAX_IDS, CheckpointConfig, refused
+from drafter.published.checkpoint_config import CheckpointConfig, refused
 from drafter.published.module import EMBEDDINGS, HEAD, PublishedModule
 from drafter.published.recognition import RecognisedFormat, recognise
 from drafter.published.weight_files import WeightEntry, read_finite, weight_entries
 from outrider.hidden_states.projection import PackedProjection
 from outrider.models.hub import locate
+from outrider.protocol.checks import MAX_IDS
 from outrider.protocol.errors import ModelMismatch, StartupError
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 

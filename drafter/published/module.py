@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from drafter.published.checkpoint_config import MAX_IDS, CheckpointConfig
+from drafter.published.checkpoint_config import CheckpointConfig
 from drafter.published.layers import DecoderShape, linear
 from drafter.published.rows import DraftKvCache, RowBatch
+from outrider.protocol.checks import MAX_IDS
 
 EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
 

@@ -210,7 +210,7 @@ def _known(name: str, key: str, where: str) -> str:
 
 def _parts(name: str) -> tuple[str, int]:
     """Return a service's kind and its number, 0 for all; an unknown service has no kind."""
-    match = _NAME.fullmatch(name.strip())
+    match = _NAME.fullmatch(name)
     return (match[1], int(match[2] or 0)) if match else ("", 0)
 
 

@@ -68,8 +68,7 @@ def plan_targets(targets: Sequence[str], drafters: Sequence[str], number: int, e
         plans = [plan if plan.name else replace(plan, name=_own_name(plan.model)) for plan in plans]
         _refuse_repeated("name", [plan.name for plan in plans])
         _refuse_repeated("model", [plan.model for plan in plans])
-    names = {plan.name for plan in plans}
-    given = [_read_drafter(text, names) for text in drafters or (AUTO,)]
+    given = [_read_drafter(text, {plan.name for plan in plans}) for text in drafters or (AUTO,)]
     chosen_for = []
     for plan in plans:
         chosen = [text for name, text in given if name in ("", plan.name)] or [AUTO]
@@ -81,7 +80,8 @@ def plan_targets(targets: Sequence[str], drafters: Sequence[str], number: int, e
 def _values(name: str, given: Sequence[str] | None) -> Sequence[str]:
     """Return the values of a flag. Its variable has one per line, for a value may contain spaces."""
     variable = os.environ.get(PREFIX + name, "")
-    return variable.splitlines() if given == variable.split() else given or ()
+    lines = [line.strip() for line in variable.splitlines() if line.strip()]
+    return lines if given == variable.split() else given or ()
 
 
 def _read_target(text: str) -> TargetPlan:

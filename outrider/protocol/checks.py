@@ -19,6 +19,9 @@ def check_salt(name: str, salt: str) -> None:
         raise InvalidRequest.of(name, f"{len(salt)} characters", f"at most {MAX_SALT_CHARACTERS} characters")
 
 
+MAX_IDS = 1 << 22  # of a vocabulary
+
+
 def check_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidRequest unless every id exists in the target's vocabulary."""
     if tokens and max(tokens) >= vocab_size:

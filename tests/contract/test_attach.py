@@ -16,6 +16,7 @@ from coordinator.attachment.session import METRICS_NAME
 from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
 from outrider.protocol import convert
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import (
     MAX_GAMMA,
@@ -206,3 +207,24 @@ async def test_a_coordinator_that_stops_sends_engines_elsewhere() -> None:
             await call.read()
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
         assert "shutting down" in await refusal(address, opening())
+
+
+async def test_an_engine_that_refuses_guesses_costs_no_other_session_its_drafter(
+    alone: tuple[str, CoordinatorService],
+) -> None:
+    """It is not trusted: what it says of a drafter, no verifier has seen."""
+    address, service = alone
+    (drafter,) = service.sessions.worker_pool.connections()
+    wrong = convert.error_to_proto(InvalidRequest("wrong", field="guess.tokens"))
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        engine = Engine(call := attach(channel))
+        await call.write(opening(max_tokens=5000))
+        receiving = asyncio.create_task(engine.receive())
+        while not engine.proposed:
+            await engine.step()
+        await call.write(pb.AttachRequest(reply=verify.VerifyReply(refused=wrong, source=1)))
+        assert await soon(lambda: not drafter.streams, SOON_S), "the session has lost it"
+        assert service.sessions.worker_pool.usable(drafter)
+        assert not sum(service.sessions.worker_pool.shunned.violations.values())
+        await call.done_writing()
+        await receiving

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from drafter.published.checkpoint_config import MAX_IDS, CheckpointConfig
+from drafter.published.checkpoint_config import CheckpointConfig
 from drafter.published.layers import linear
+from outrider.protocol.checks import MAX_IDS
 
 _MAX_EXPERTS = 1 << 12
 Expert = Callable[[torch.Tensor], torch.Tensor]

@@ -28,3 +28,15 @@ async def test_memory_that_was_freed_after_a_timer_was_set_is_given_back_too(mon
         freed = asyncio.get_running_loop().time()
     assert await until(lambda: budget._trimming is None, 5), "it is quiet in the end"
     assert trims[-1] - freed >= 0.9 * TRIM_AFTER_S
+
+
+async def test_a_request_beyond_the_budget_is_not_to_be_tried_again() -> None:
+    budget = ByteBudget(100)
+    with budget.share() as share, pytest.raises(Overloaded, match="it has 65637 bytes") as alone:
+        budget.take(share, UNCOUNTED + 101)
+    assert not alone.value.retry_after_ms
+    with budget.share() as first, budget.share() as share:
+        budget.take(first, UNCOUNTED + 60)
+        with pytest.raises(Overloaded, match="requests of 60 bytes are being read") as beside:
+            budget.take(share, UNCOUNTED + 60)
+    assert beside.value.retry_after_ms == 1000

@@ -109,5 +109,6 @@ def test_lengths_of_a_model_are_limited() -> None:
     assert [length(limits, prompt, None, 50) for prompt in (10, 90)] == [20, 10]
     assert length(limits, 10, None) == 20
     assert str(length(limits, 90, None)).startswith("prompt: at most 80 to leave room for 20 output tokens")
+    assert length(ModelLimits(context=200), 10, None) == 190, "no room for 256 after any prompt"
     assert [length(none, 10, wanted, 50) for wanted in (None, 990)] == [50, 990]
     assert str(length(none, 10, 991)).startswith("params.max_tokens: at most 990")

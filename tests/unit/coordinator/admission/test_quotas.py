@@ -35,6 +35,14 @@ def test_one_key_cannot_hold_all_sessions() -> None:
     assert refusal(alone, GREEDY, 511, 511) is None
 
 
+@pytest.mark.parametrize("sessions", [1, 2, 4])
+def test_the_last_place_is_for_a_key_without_sessions(sessions: int) -> None:
+    quotas = Quotas(CoordinatorSettings(max_sessions=sessions), several=lambda: True)
+    assert refusal(quotas, MODEST, 0, sessions - 1) is None
+    quotas.admit_takeover(MODEST, 0, 2 * sessions - 1)
+    assert sessions == 1 or refusal(quotas, GREEDY, sessions - 1, sessions - 1) is not None
+
+
 def test_limits_of_a_key_and_of_all_keys() -> None:
     settings = CoordinatorSettings(default_requests_per_minute=2, default_max_sessions=3, default_tokens_per_minute=100)
     quotas = Quotas(settings, several=lambda: True)

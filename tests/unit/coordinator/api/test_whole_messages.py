@@ -19,6 +19,7 @@ from outrider.v1 import coordinator_pb2 as pb
 MIB = 1024 * 1024
 LARGEST = 4 * MIB
 GENERATE = "/outrider.v1.Outrider/Generate"
+ATTACHING = "outrider.v1.Attachment"
 HEALTH = "/grpc.health.v1.Health/Check"
 TIMEOUT_S = 3.0
 Read = Callable[[AsyncIterator[pb.GenerateRequest]], AsyncIterator[pb.GenerateReply]]
@@ -53,7 +54,7 @@ async def reading(handler: Handler, budget: ByteBudget, method: str = GENERATE) 
     async def continuation(_: Any) -> Any:
         return grpc.unary_stream_rpc_method_handler(generate)
 
-    whole = WholeMessages(budget, LARGEST, TIMEOUT_S, frozenset({"outrider.v1.Registry"}))
+    whole = WholeMessages(budget, LARGEST, TIMEOUT_S, "outrider.v1.Registry", first=ATTACHING)
     made = await whole.intercept_service(
         cast(Callable[[Any], Awaitable[Any]], continuation), cast(Any, Details(method))
     )
@@ -140,3 +141,32 @@ async def test_a_call_without_a_message_is_refused() -> None:
     read = await reading(Handler(), ByteBudget(MIB))
     with pytest.raises(InvalidRequest, match="before its message"):
         await anext(read(nothing()))
+
+
+async def test_a_long_stream_is_controlled_until_its_first_message() -> None:
+    """An engine attaches and is silent for as long as its requests wait."""
+    budget, taken = ByteBudget(LARGEST), asyncio.Event()
+
+    async def attach(requests: AsyncIterator[pb.GenerateRequest], context: Any) -> AsyncIterator[pb.GenerateReply]:
+        async for _ in requests:
+            taken.set()
+            yield pb.GenerateReply()
+
+    async def continuation(_: Any) -> Any:
+        return grpc.stream_stream_rpc_method_handler(attach)
+
+    async def silent_after_the_first() -> AsyncIterator[pb.GenerateRequest]:
+        yield pb.GenerateRequest()
+        await asyncio.sleep(2 * TIMEOUT_S)
+        yield pb.GenerateRequest()
+
+    whole = WholeMessages(budget, LARGEST, TIMEOUT_S, "outrider.v1.Registry", first=ATTACHING)
+    details = cast(Any, Details(f"/{ATTACHING}/Attach"))
+    made = await whole.intercept_service(cast(Callable[[Any], Awaitable[Any]], continuation), details)
+    late = asyncio.ensure_future(anext(made.stream_stream(held_back(), None)))
+    assert await until(lambda: budget._held > 0, 5)
+    with pytest.raises(Overloaded):
+        await anext(made.stream_stream(held_back(), None))
+    with pytest.raises(Expired):
+        await late
+    assert len([reply async for reply in made.stream_stream(silent_after_the_first(), None)]) == 2

@@ -15,7 +15,7 @@ from coordinator.control.throughput_model import Mode
 from coordinator.sessions.drafting import DraftingContext
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol import convert
-from outrider.protocol.errors import Expired, PeerLost, ProtocolViolation
+from outrider.protocol.errors import Expired, InvalidRequest, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import TokenKind, Verdict, VerifyTimings
@@ -28,12 +28,12 @@ DRAFTER = WorkerInfo("drafter", Role.DRAFTER, "d:1", ModelInfo("small", "small",
 STEPS = 200
 
 
-def attached() -> AttachedSession:
+def attached(model: ModelInfo = MODEL) -> AttachedSession:
     opening = pb.OpenAttached(
         tokens=[1, 2],
         prompt_length=2,
         params=convert.params_to_proto(SamplingParams(temperature=0.0, seed=1, max_tokens=STEPS + 1)),
-        model=convert.model_to_proto(MODEL),
+        model=convert.model_to_proto(model),
         max_guesses=4,
     )
     context: Any = DraftingContext(worker_pool=None, pairs=None, gamma_max=0, drafters=0)  # type: ignore[arg-type]
@@ -56,7 +56,16 @@ def test_only_drafters_of_its_vocabulary_and_weights_guess_for_an_engine(drafter
 
 
 def test_an_engine_names_no_model_of_others() -> None:
-    assert attached().connection.info.model.fingerprint == "attached key-1 target"
+    names = {attached(replace(MODEL, fingerprint=f"any {i}")).connection.info.model.fingerprint for i in range(200)}
+    assert all(name.startswith("attached key-1 ") for name in names)
+    assert len(names) == session._HISTORIES, "each has a history of its own, in Redis for a month"
+
+
+@pytest.mark.parametrize("field", [{"vocab_size": 2**32 - 1}, {"eos_token_ids": (100,)}])
+def test_sizes_that_no_target_has_are_refused(field: dict[str, Any]) -> None:
+    """Drafters would refuse the session, or take memory for each id."""
+    with pytest.raises(InvalidRequest, match=f"open.model.{next(iter(field))}"):
+        attached(replace(MODEL, **field))
 
 
 async def stream(*messages: pb.AttachRequest, then_s: float = 0.0) -> AsyncIterator[pb.AttachRequest]:

@@ -215,6 +215,7 @@ def test_what_a_newer_version_adds_is_left_out() -> None:
         '{"level_ms": null}',
         '{"paces": [1]}',
         '{"paces": {"plain": NaN}}',
+        '{"paces": {"turns": 0}}',
         '{"draft_ms": ' + "9" * 5000 + "}",
     ],
 )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from unittest.mock import patch
+
+import pytest
 
 from coordinator.workers.choosers import DrafterChooser, VerifierChooser
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.worker_pool import POLL_S, WorkerPool
-from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.errors import InvalidRequest, OutriderError, Overloaded, PeerLost, ProtocolViolation
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 
 BEFORE = ModelInfo("target", "before", weights_digest="w")
 NOW = ModelInfo("target", "now", weights_digest="w")
@@ -63,4 +67,36 @@ async def test_sessions_wait_for_a_first_drafter_without_asking_again() -> None:
     right = await pool.workers.put(WorkerInfo("right", Role.DRAFTER, "127.0.0.1:2", ModelInfo("drafter", "e")))
     assert await asyncio.wait_for(waiting, 5) is right
     assert "wrong" in asked
+    await pool.workers.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "serves_this", "failures"),
+    [
+        (InvalidRequest("the session is of another width"), False, 0),
+        (Overloaded("full"), True, 0),
+        (PeerLost("gone"), True, 1),
+        (ProtocolViolation("nonsense"), False, 1),
+    ],
+)
+async def test_what_a_drafters_loss_means_for_others(error: OutriderError, serves_this: bool, failures: int) -> None:
+    """A session that a drafter refuses is that session's fault, and a full one has not failed."""
+    pool = WorkerPool(FleetKeys(), 10.0)
+    drafter = await pool.workers.put(WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("drafter", "d")))
+    session = DrafterChooser(pool, NOW, "", lambda _: True)
+    session.record_loss(drafter, error)
+    assert drafter._failures == failures
+    assert drafter.usable() is isinstance(error, InvalidRequest)
+    assert session._fits(drafter) is serves_this
+    assert DrafterChooser(pool, NOW, "", lambda _: True)._fits(drafter)
+    await pool.workers.close()
+
+
+async def test_a_full_drafter_is_not_asked() -> None:
+    pool = WorkerPool(FleetKeys(), 10.0)
+    busy = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("drafter", "d"), capacity=2, load=WorkerLoad(2))
+    drafter = await pool.workers.put(busy)
+    assert not DrafterChooser(pool, NOW, "", lambda _: True)._fits(drafter)
+    drafter.info = replace(busy, load=WorkerLoad(1))
+    assert DrafterChooser(pool, NOW, "", lambda _: True)._fits(drafter)
     await pool.workers.close()

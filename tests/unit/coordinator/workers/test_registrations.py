@@ -14,7 +14,7 @@ from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.registrations import Registrations
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import until
-from outrider.protocol.errors import OutriderError, Unavailable
+from outrider.protocol.errors import Conflict, OutriderError, Unavailable
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 
 DRAFTER = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
@@ -168,3 +168,28 @@ async def test_another_worker_of_the_same_name_has_a_connection_of_its_own(promp
     assert held.info.address == "127.0.0.1:1"
     await prompt.worker_pool.workers.close()
     assert held._probing.done()
+
+
+async def test_a_quiet_workers_name_is_not_for_one_of_another_role(prompt: Registrations) -> None:
+    """The drafter key would be enough to send a verifier away."""
+    verifier = replace(DRAFTER, worker_id="v", role=Role.VERIFIER)
+    known = await prompt.worker_pool.workers.put(verifier)
+    known.registrations, known.reported_at = 1, known.reported_at - 60.0
+    with pytest.raises(Conflict, match="worker_id"):
+        await prompt.admit(replace(DRAFTER, worker_id="v", address="127.0.0.1:2"))
+    quiet = await prompt.admit(DRAFTER)
+    quiet.reported_at -= 60.0
+    moved = await prompt.admit(replace(DRAFTER, address="127.0.0.1:3"))
+    assert prompt.worker_pool.connections() == [known, moved]
+
+
+async def test_a_worker_that_arrives_twice_at_once_has_one_connection(prompt: Registrations) -> None:
+    """Over a stream of its own, and in what another coordinator wrote to Redis."""
+    workers = prompt.worker_pool.workers
+    before = await workers.put(DRAFTER)
+    before.streams.clear()
+    after = replace(DRAFTER, address="127.0.0.1:2", model=ModelInfo("m", "g"))
+    first, second = await asyncio.gather(workers.put(after), workers.put(after))
+    assert first is second
+    await workers.close()
+    assert first._probing.done()

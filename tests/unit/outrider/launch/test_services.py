@@ -63,6 +63,7 @@ def test_assignments_name_a_service_and_its_setting() -> None:
         ("coordinator.redis-url=redis://x", "by the variable REDIS_URL"),
         ("drafter.fleet-key=s3cret", "by --fleet-key"),
         ("verifier.tls-cert=x", "by --tls-cert"),
+        ("verifier .engine=instant", "verifier  is not a service"),
         ("verifier=3", "must be SERVICE.SETTING=VALUE"),
         ("verifier.engine", "must be SERVICE.SETTING=VALUE"),
     ],

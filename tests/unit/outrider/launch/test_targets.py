@@ -26,6 +26,13 @@ def test_one_target_is_as_before() -> None:
     assert [spec.settings.served_model_name for spec in workers(plan, [])[:1]] == [""]
 
 
+def test_a_variable_has_a_target_in_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = "a=org/big\n\n  b=org/code \n"
+    monkeypatch.setenv("OUTRIDER_TARGET", variable)
+    plan = planned(variable.split(), None, 1, "auto")
+    assert [plan["name"], *(target.name for target in plan["others"])] == ["a", "b"]
+
+
 def test_two_targets_and_three_drafters(tmp_path: Path) -> None:
     given = ["a=org/big", str(tmp_path)], ["suffix", "a=ngram"]
     plan = replace(LaunchPlan(**planned(*given, 1, "auto")), verifiers=2)
