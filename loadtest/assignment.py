@@ -66,18 +66,22 @@ def describe_fleet(where: LoadTarget, credentials: ClientCredentials, load: Load
         verifiers = [worker for worker in client.server().workers if worker.role is Role.VERIFIER]
         if not verifiers:
             raise Unavailable("the fleet has no verifier")
-        return FleetInfo(client.model().name, model, where.capacity or sum(worker.capacity for worker in verifiers))
+        served = client.model().name
+        capacity = sum(worker.capacity for worker in verifiers if worker.model.name == served)
+        return FleetInfo(served, model, where.capacity or capacity)
 
 
 def prepare_assignment(where: LoadTarget, credentials: ClientCredentials, load: Load, fleet: FleetInfo) -> Assignment:
     """Generate the reference outputs; raise if a request fails."""
-    asked = cases(load.kinds, load.max_tokens)
-    log.info("generating %d reference outputs in sequence, without guesses", len(asked))
-    client = _client(GRPC if load.grpc_share else HTTP, where, credentials, fleet.model)
-    try:
-        references = {case.name: fetch_reference(client, case) for case in asked}
-    finally:
-        client.close()
+    references: dict[str, Output] = {}
+    for protocol in [GRPC] * bool(load.grpc_share) + [HTTP] * bool(load.http_share):  # HTTP omits marks of reasoning
+        asked = cases(load.kinds, load.max_tokens)
+        log.info("generating %d reference outputs in sequence, without guesses (%s)", len(asked), protocol)
+        client = _client(protocol, where, credentials, fleet.model)
+        try:
+            references |= {f"{protocol} {case.name}": fetch_reference(client, case) for case in asked}
+        finally:
+            client.close()
     log.info("%d reference outputs ready", len(references))
     return Assignment(where, load, fleet.model, references)
 

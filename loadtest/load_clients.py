@@ -123,12 +123,14 @@ class HttpLoadClient:
         return str(self._get_json("/v1/models", lambda body: body["data"][0]["id"]))
 
     def capacity(self) -> int:
-        """Return the sessions that the fleet runs at once."""
-        return int(
-            self._get_json(
-                "/fleet", lambda body: sum(w["capacity"] for w in body["workers"] if w["role"] == "verifier")
-            )
-        )
+        """Return the sessions that the fleet runs at once with the model of this load."""
+        served = self._get_json("/v1/models", lambda body: body["data"][0]["root"])
+
+        def of_target(body: Any) -> int:
+            found = (each for each in body["workers"] if each["role"] == "verifier" and each["model"]["name"] == served)
+            return sum(each["capacity"] for each in found)
+
+        return int(self._get_json("/fleet", of_target))
 
     def generate(self, case: Case, gamma: int | None = None) -> Iterator[ReplyPiece]:
         path = "/v1/chat/completions" if case.prompt.chat else "/v1/completions"
@@ -212,7 +214,8 @@ def stream_pieces(data: Iterator[str]) -> Iterator[ReplyPiece]:
             names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
             speculation = Speculation(*(int(told[name]) for name in names))
         for choice in chunk["choices"]:
-            text = choice["text"] if "text" in choice else choice["delta"].get("content")
+            delta = choice.get("delta", {})
+            text = choice["text"] if "text" in choice else delta.get("reasoning_content") or delta.get("content")
             if text:
                 yield ReplyPiece(text, None)
             finished = finished or choice.get("finish_reason") is not None

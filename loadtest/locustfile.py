@@ -84,7 +84,8 @@ class _LoadUser(User):  # type: ignore[misc]
     def generate(self) -> None:
         case = self.again or pick(self.cases)
         attempt = Attempt(self.protocol, case)
-        attempt.run(self.load_client.generate(case, self.assignment.load.gamma), self.assignment.references[case.name])
+        reference = self.assignment.references[f"{self.protocol} {case.name}"]
+        attempt.run(self.load_client.generate(case, self.assignment.load.gamma), reference)
         self.again = case if attempt.shed else None
         self.pause_s = attempt.pause_s
         self.state.recorder.add(attempt)

@@ -19,6 +19,7 @@ from coordinator.api.preprocess import admission, from_proto, prepare
 from coordinator.api.registry_service import RegistryService
 from coordinator.api.whole_messages import WholeMessages
 from coordinator.attachment.service import AttachmentService
+from coordinator.persistence.idempotency import check_key
 from coordinator.sessions.output import Token, follow
 from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
@@ -109,6 +110,7 @@ class CoordinatorService(rpc.OutriderServicer):
         with _logged("Generate", session_id="") as call:
             with admission(self.sessions.metrics):
                 set_urgency(request.priority if request.HasField("priority") else None, context.time_remaining())
+                check_key(request.idempotency_key)
                 target = await self.sessions.targets.find(request.model, urgency().remaining_s)
                 prepared = await prepare(from_proto(request), target, self._settings)
                 session = await self.sessions.begin(prepared, target, request.idempotency_key)

@@ -130,10 +130,7 @@ def _mac(secret: bytes, *parts: str | bytes) -> str:
 def read_session(
     session_id: str, given: Sequence[bytes | None], tokens: bytes, logprobs: bytes, asking: str
 ) -> SessionRecord:
-    """Return the session of a record with the fields request, epoch, finish, model, verifier and tenant.
-
-    A record without a tenant belongs to the tenant that asks.
-    """
+    """Return the session of a record; one without a tenant belongs to the tenant that asks."""
     request, epoch, finish, model, verifier, tenant = given
     if request is None or epoch is None:
         raise Unreadable("session: without a request or an epoch")

@@ -18,7 +18,7 @@ from coordinator.admission.waiting.seats import Seats, capacity_of
 from coordinator.admission.waiting.urgency import urgency
 from coordinator.control.throughput_model import Mode
 from coordinator.persistence.ended_sessions import EndedSessions
-from coordinator.persistence.idempotency import IdempotencyKeys, check_key
+from coordinator.persistence.idempotency import IdempotencyKeys
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.persistence.store import Store
@@ -142,7 +142,6 @@ class SessionManager:
 
     async def begin(self, request: SessionRequest, target: Target, key: str = "") -> Session:
         """Return a new session, or the one that this idempotency key stands for."""
-        check_key(key)
         if key not in self._keys:
             self._context.seats(target.identity).check_in_time(tenant().id, urgency(), request)
         running = [s for s in self.live if s.target.identity == target.identity and not s.ended]
@@ -224,9 +223,11 @@ class SessionManager:
             return session if record.finished else self._live(session_id) or self._run(session)
 
     def _live(self, session_id: str) -> Session | None:
-        """Return the session if it runs here and belongs to this tenant."""
+        """Return the session if it runs here or has finished and is still read, and belongs to this tenant."""
         session = self._sessions.get(session_id)
-        return session if session is not None and not session.ended and session.record.tenant == tenant().id else None
+        if session is None or (session.ended and not session.record.finished):
+            return None
+        return session if session.record.tenant == tenant().id else None
 
     def _run(self, session: Session) -> Session:
         self._sessions[session.record.session_id] = session
@@ -248,7 +249,7 @@ class SessionManager:
 
     async def cancel(self, session_id: str) -> bool:
         """Cancel the session; return False if it had ended already."""
-        if (session := self._live(session_id)) is not None:
+        if (session := self._live(session_id)) is not None and not session.ended:
             session.cancel()
             return True
         return await self.ended.cancel(session_id)

@@ -60,7 +60,9 @@ class Compatibility:
 
     async def _check_verifier(self, info: WorkerInfo) -> bool:
         identity = self.identity(info.model)
-        if self._targets.of(identity) is not None:
+        if (same := self._targets.of(identity)) is not None:
+            if (first := same.info.name) != info.model.name:
+                log.warning("equal weights under two names: the first counts", first=first, second=info.model.name)
             return False
         for known in self._targets:
             if known.info.name == info.model.name and self._verifiers(known.identity):

@@ -96,10 +96,7 @@ class _SessionState:
         )
 
     def branch(self) -> tuple[tuple[int, ...], int]:
-        """Return the part of the proposal that joins a model's tree, and how many of its tokens are not open yet.
-
-        Half of the budget is kept for the model.
-        """
+        """Return the tokens that join a model's tree, within half of the budget, and how many are not open yet."""
         if self.request.branches == 1:
             return (), 0
         _, known = self.request.open_guess.walk(self.proposed)

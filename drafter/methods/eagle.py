@@ -186,11 +186,7 @@ class EagleDrafter:
         return request.chain(drafted, probs, done=len(drafted) < request.max_new_tokens)
 
     def _draft_tree(self, request: DraftRequest, state: _EagleSession) -> DraftSteps:
-        """Draft a tree, about one level per step.
-
-        Each step computes the whole tree, which costs little more than one
-        token, and leaves nothing of it in the KV cache.
-        """
+        """Draft a tree, level by level; computing all of it anew costs little more than a token. The KV cache stays."""
         yield from self._compute_path(request, state, request.tokens[state.path_start : request.committed])
         num_cached = state.num_cached + len(state.path)
         builder = TreeBuilder(request)

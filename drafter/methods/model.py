@@ -95,10 +95,7 @@ class ModelDrafter:
         self._computed_nodes.pop(session, None)
 
     def _evict_session(self, runnable: list[DraftRequest]) -> None:
-        """Free the KV cache of the least recently drafted session that is not in this batch, else of one that is.
-
-        An evicted session is computed again with its next request.
-        """
+        """Free the KV cache of the least recently drafted session, of this batch only if there is no other."""
         in_batch = {request.session for request in runnable}
         evicted = next((session for session in self._cached if session not in in_batch), None)
         self.forget(evicted or runnable.pop().session)
@@ -152,10 +149,7 @@ class ModelDrafter:
         return self._draft_token(request, logits) if request.branches == 1 else self._draft_level(request, logits)
 
     def _draft_level(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
-        """Add the likeliest choices after all open guesses, up to one level's share of the budget.
-
-        `logits` are those after the committed tokens and after each computed node.
-        """
+        """Add the likeliest choices after all open guesses, up to a level's share of the budget, from these logits."""
         known = self._known[request.session].choices
         paths = request.open_guess.paths
         computed = [(), *(paths[node + 1] for node in self._computed_nodes.pop(request.session))]

@@ -58,11 +58,7 @@ def critical_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[No
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel tasks until all have ended.
-
-    A library may swallow a cancellation that arrives together with a result
-    (asyncio.wait_for in Python 3.11 does), so it is repeated.
-    """
+    """Cancel tasks until all have ended: a library may swallow a cancellation (asyncio.wait_for in Python 3.11)."""
     pending = set(tasks)
     while pending:
         for task in pending:

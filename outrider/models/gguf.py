@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from outrider.models import GGUF, INDEX, INDEX_VERSION
 from outrider.models.gguf_rope import add_scaling
@@ -167,6 +168,8 @@ def load_in_place(
 
     Each module dequantises its weight while it runs. In its place is NaN of the same shape, which takes no memory.
     """
+    if not Path(folder).is_dir():  # a hub id
+        folder = Path(str(cached_file(str(folder), "config.json", local_files_only=True))).parent
     empty, nothing = empty_model(config), torch.full((1,), torch.nan, dtype=dtype)
     if not (rows := rows_in_file(folder, empty) or rows_in_safetensors(folder, empty)):
         return None

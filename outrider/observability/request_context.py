@@ -36,10 +36,7 @@ _CURRENT: ContextVar[RequestContext] = ContextVar("request_context")
 
 
 def bind_context(metadata: Iterable[tuple[str, str | bytes]], *, first: bool = False) -> RequestContext:
-    """Read and bind a call's context; call this once, in the call's own task.
-
-    With `first`, a request without an id gets one. Keys are lower case, as in gRPC and HTTP servers.
-    """
+    """Read and bind a call's context once, in its own task; with `first`, a request without an id gets one."""
     given = {key: value for key, value in metadata if isinstance(value, str)}
     request_id = given.get(REQUEST_ID, "")
     if not _SOUND.fullmatch(request_id):

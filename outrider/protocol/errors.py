@@ -72,10 +72,7 @@ class PeerLost(OutriderError, code="peer_lost", grpc="UNAVAILABLE", http=502):
 
 
 class ProtocolViolation(PeerLost):
-    """Error for a peer that broke the protocol; it counts as lost and is avoided for a while.
-
-    It is raised about a peer and never sent to one: on the wire it is a PeerLost.
-    """
+    """Error for a peer that broke the protocol and is avoided for a while; on the wire it is a PeerLost."""
 
 
 class Fenced(OutriderError, code="fenced", grpc="ABORTED", http=409):

@@ -48,11 +48,7 @@ PLAIN = Channels()
 
 
 class _ChannelWithKey:
-    """Channel that adds the API key to every call.
-
-    gRPC's call credentials require TLS, and its interceptors wrap every message
-    of a stream; this adds one header per call.
-    """
+    """Channel that adds the API key to every call; gRPC's credentials need TLS, its interceptors wrap each message."""
 
     def __init__(self, channel: Any, key: str) -> None:
         self._channel = channel

@@ -42,10 +42,7 @@ def compared_guesses(sessions: int) -> int:
 def paying_blocks(
     sessions: Sequence[SteppingSession], blocks: Sequence[Guess], tokens: int, cost: CostCurve
 ) -> list[Guess]:
-    """Return what remains of the blocks of a step of `tokens`.
-
-    The choice depends on what the sessions have committed, never on the tokens that were drawn for their guesses.
-    """
+    """Return what remains of a step's blocks; it depends on what was committed, never on tokens of this step."""
     chances = [
         _chances(each.tree, block) if each.paying_guesses else () for each, block in zip(sessions, blocks, strict=True)
     ]

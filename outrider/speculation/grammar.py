@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -236,9 +236,20 @@ class GrammarCompiler:
             raise _rejected(grammar, "the target has no end token")
         try:
             definition = json.loads(self._read_tokenizer()) | {"truncation": None, "padding": None}
+            twins = _twins(definition.get("model", {}).get("vocab") or ())
+            definition["added_tokens"] = [*definition.get("added_tokens", ()), *twins]
             return LLTokenizer(json.dumps(definition), eos_token=list(self._ends))
         except (OSError, ValueError) as error:
             raise _rejected(grammar, f"the bytes of the target's tokens are unknown: {error}") from error
+
+
+def _twins(vocabulary: Any) -> list[dict[str, Any]]:
+    """Return tokens of one byte that is a token as text too, as special ones: llguidance confuses the two."""
+    pieces = vocabulary if isinstance(vocabulary, dict) else {piece: at for at, (piece, _) in enumerate(vocabulary)}
+    texts = {piece.replace("▁", " ") for piece in pieces}
+    names = [name for byte in range(128) if chr(byte) in texts and (name := f"<0x{byte:02X}>") in pieces]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return [{"id": pieces[name], "content": name, "special": True, **plain} for name in names]
 
 
 def _has_limits_left(matcher: LLMatcher) -> bool:

@@ -21,10 +21,7 @@ class OpenGuesses:
         self._ids += [0] * (len(self.guess.tokens) - len(self._ids))
 
     def commit(self, tokens: Sequence[int]) -> list[tuple[int, int | None]]:
-        """Keep the part of the tree that agrees with committed tokens.
-
-        Return how many guesses there were for each of them, and the rank of the right one, up to the first miss.
-        """
+        """Keep what agrees with committed tokens; return, to the first miss, how many guesses each had and its rank."""
         outcomes: list[tuple[int, int | None]] = []
         node = ROOT
         for token in tokens:

@@ -243,10 +243,7 @@ def _cut_sorted(ids: torch.Tensor, probs: torch.Tensor, cuts: Cuts) -> Candidate
 
 
 def quantise(probs: torch.Tensor, ids: torch.Tensor, keep: int) -> Distribution:
-    """Return the `keep` likeliest ids of one row in parts of 65536: a drafter draws from it and sends it.
-
-    Rejection stays exact because the draw comes after the quantisation.
-    """
+    """Return the `keep` likeliest ids of a row in parts of 65536: the draw comes after it, so rejection stays exact."""
     top = probs.topk(min(keep, probs.shape[-1]))
     shares = top.values / top.values.sum() * WHOLE
     weights = shares.floor().to(torch.int64)

@@ -208,6 +208,11 @@ async def test_an_idempotency_key_never_generates_twice(web: httpx.AsyncClient) 
     assert several.status_code == 200
     own = await web.post("/v1/completions", json=body | {"max_tokens": 5}, headers={"Idempotency-Key": "order/1"})
     assert own.json()["usage"]["completion_tokens"] == 5, "a key of its own, not that of the second answer"
+    longest = [
+        await web.post("/v1/completions", json=body | {"n": n}, headers={"Idempotency-Key": "k" * 256}) for n in (2, 2)
+    ]
+    assert [reply.status_code for reply in longest] == [200, 200]
+    assert longest[0].json()["choices"] == longest[1].json()["choices"]
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------

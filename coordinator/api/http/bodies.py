@@ -69,11 +69,12 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next((name for name in data if name not in known), None)
+        # Null changes nothing: newer clients have more fields.
+        unknown = next((name for name, value in data.items() if name not in known and value is not None), None)
         if unknown is not None:
             fault = InitErrorDetails(type="extra_forbidden", loc=(unknown,), input=data[unknown])
             raise ValidationError.from_exception_data(cls.__name__, [fault])
-        return {name: _whole(value) for name, value in data.items()}
+        return {name: _whole(value) for name, value in data.items() if name in known}
 
     @classmethod
     def required(cls) -> set[str]:

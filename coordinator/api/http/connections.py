@@ -15,6 +15,7 @@ log = structlog.get_logger(__name__)
 
 KEEP_ALIVE_S = 75  # longer than usual proxies: the side that closes first may interrupt a request
 KNOWN = "outrider.known"  # in the scope of an authenticated request
+MIN_BYTES_PER_S = 10_000  # of a body or an answer
 _NO_LINGER = struct.pack("ii", 1, 0)  # the kernel drops unread data on close
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -111,12 +112,17 @@ class Connection(H11Protocol):
     def _limit_reading(self) -> None:
         if self._unread is not None:
             self._unread.cancel()
-        self._unread = self.loop.call_later(self._write_timeout_s, self._cut_off, self.cycle)
+        size = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(self._write_timeout_s, self._cut_off, self.cycle, size)
 
-    def _cut_off(self, response: Any) -> None:
+    def _cut_off(self, response: Any, before: int) -> None:
         """Close without waiting for unread data, if there is still too much, or any of a complete response."""
-        late = self.transport.get_write_buffer_size() and (self.flow.write_paused or not self._working)
-        if late and response is self.cycle:
+        left = self.transport.get_write_buffer_size()
+        if not left or response is not self.cycle or not (self.flow.write_paused or not self._working):
+            return
+        if before - left >= self._write_timeout_s * MIN_BYTES_PER_S:
+            self._limit_reading()
+        else:
             log.info("client does not read", seconds=self._write_timeout_s)
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self.transport.abort()

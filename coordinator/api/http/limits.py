@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.admission.byte_budget import ByteBudget, ByteShare
-from coordinator.api.http.connections import KNOWN
+from coordinator.api.http.connections import KNOWN, MIN_BYTES_PER_S
 from coordinator.api.http.failures import respond
 from outrider.base.aio import background
 from outrider.observability.request_context import REQUEST_ID, bind_context
@@ -28,7 +28,6 @@ _GONE = 499
 _TOO_LARGE = 413
 _TOO_SLOW = 408
 _UNAVAILABLE = 503
-_MIN_BYTES_PER_S = 10_000  # of a body
 
 
 class RequestIds:
@@ -152,11 +151,11 @@ class BodyReader:
                 return body
             self._budget.take(share, len(body))
             if len(body) >= wanted:
-                deadline, wanted = now() + self._timeout_s, len(body) + self._timeout_s * _MIN_BYTES_PER_S
+                deadline, wanted = now() + self._timeout_s, len(body) + self._timeout_s * MIN_BYTES_PER_S
 
 
 def _refuse(error: TimeoutError | Overloaded) -> Response:
-    slow = Expired(f"the body arrived slower than {_MIN_BYTES_PER_S} bytes a second", field="body")
+    slow = Expired(f"the body arrived slower than {MIN_BYTES_PER_S} bytes a second", field="body")
     reply = respond(error, _UNAVAILABLE) if isinstance(error, Overloaded) else respond(slow, _TOO_SLOW)
     reply.headers["Connection"] = "close"  # the rest of the body would be read as a request
     return reply

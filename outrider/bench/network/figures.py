@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +72,9 @@ class NetworkRuns:
             "verifier_idle": _ratio(
                 sum(each.mean_wait_ms for each in stats), sum(each.mean_wait_ms + each.mean_step_ms for each in stats)
             ),
-            "plans": {share.plan: share.steps for each in stats for share in each.plans if share.steps},
+            "plans": sum(
+                (Counter({share.plan: share.steps}) for each in stats for share in each.plans), Counter[str]()
+            ),
         }
 
 

@@ -18,10 +18,7 @@ _TOKENS = 1024  # of every case
 
 
 def prediction_cases(results: NetworkResults) -> dict[tuple[LinkCase, NetworkMode], dict[str, Any]]:
-    """Return the simulator's input for all links except narrow ones.
-
-    The overhead of the services per step and per round is measured on the shortest link.
-    """
+    """Return the simulator's input for links that are not narrow, with the overhead measured on the shortest one."""
     overhead = _overhead_ms(results)
     return {
         (link, mode): {

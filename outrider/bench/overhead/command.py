@@ -63,7 +63,7 @@ def overhead(
         "rounds_per_s": rows[0]["per_s"],
         "round_p50_ms": rows[0]["p50_ms"],
         "round_p99_ms": rows[0]["p99_ms"],
-        "tokens_per_round": len(speculative.tokens) / rows[0]["rounds"],
+        "tokens_per_round": len(speculative.tokens) / len(speculative.arrivals),
         "parts": parts,
         "sessions": concurrent,
     }

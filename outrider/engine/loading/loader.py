@@ -57,10 +57,7 @@ def load_model(
     rank_group: RankGroup | None = None,
     change: Callable[[PreTrainedModel], None] | None = None,
 ) -> LoadedModel:
-    """Load a model, or a rank's share of it, and run real steps. `change` may replace weights before that.
-
-    Raises StartupError with the reason and the remedy.
-    """
+    """Load a model, or a rank's share, after `change` of its weights, and run real steps; raise StartupError."""
     options = options or EngineOptions()
     if options.blur and not options.pace:
         raise StartupError("blur needs a pace", field="blur", value=options.blur, limit="needs pace")
@@ -95,7 +92,8 @@ def load_model(
         change(model)
     model = model.to(device).eval()
     with startup_errors(name, type(model).__name__):
-        info = describe(Path(path).name, model, tokenizer, vocabulary, options.quantization)
+        called = Path(name).stem if name.endswith(".gguf") else Path(path).name
+        info = describe(called, model, tokenizer, vocabulary, options.quantization)
     if options.head_ids is not None:
         info = replace(info, fingerprint=reduce_head(model, options.head_ids, info.fingerprint))
     if options.pace:
@@ -134,10 +132,7 @@ def _first_layers(path: Path | str, layers: int | None) -> Any:
 
 
 def reduce_head(model: PreTrainedModel, ids: tuple[int, ...], fingerprint: str) -> str:
-    """Keep these rows of the output embeddings only, and return the fingerprint of the result.
-
-    The input embeddings stay whole, even where both are one tensor.
-    """
+    """Keep these rows of the output embeddings, not of the input ones, and return the fingerprint of the result."""
     head = model.get_output_embeddings()
     if not ids or len(set(ids)) < len(ids) or not 0 <= min(ids) <= max(ids) < head.weight.shape[0]:
         given = f"{len(ids)} ids, {min(ids, default=0)} to {max(ids, default=0)}"

@@ -45,10 +45,7 @@ class BlockManager:
         self.tables: dict[str, BlockTable] = {}  # by session
 
     def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
-        """Begin a session with the cached blocks of the same tokens, and return the number of tokens found.
-
-        The last token is never among them: its logits are needed.
-        """
+        """Begin a session with cached blocks; return the tokens found, never the last: its logits are needed."""
         assert session not in self.tables
         table = self.tables[session] = BlockTable(salt)
         for start in range(0, len(tokens) - BLOCK_TOKENS, BLOCK_TOKENS):

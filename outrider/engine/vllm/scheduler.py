@@ -54,10 +54,7 @@ class GuessingScheduler(SilentScheduler):
         return output
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Return how many of the tokens that vLLM wants to compute the plan allows; 0: the request waits.
-
-        vLLM asks this of every request of a step, for its own drafters.
-        """
+        """Return how many of the tokens of a request the plan allows in this step; 0: it waits."""
         planned = self.plan.get(request.request_id)
         if request.status is not RequestStatus.RUNNING:
             self.cached_prefix.setdefault(request.request_id, num_computed_tokens)

@@ -62,8 +62,9 @@ def test_events_are_told_apart(stream: bytes, found: list[str]) -> None:
 # Answers.
 
 
-def chat_chunk(content: str | None, reason: str | None = None) -> str:
-    return json.dumps({"choices": [{"index": 0, "delta": {"content": content}, "finish_reason": reason}]})
+def chat_chunk(content: str | None, reason: str | None = None, thought: str = "") -> str:
+    delta = {"content": content} | ({"reasoning_content": thought} if thought else {})
+    return json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
 
 
 def text_chunk(text: str, reason: str | None = None) -> str:
@@ -78,8 +79,9 @@ USAGE = json.dumps({"choices": [], "usage": {"completion_tokens": 3}})
     [
         [chat_chunk(""), chat_chunk("one "), chat_chunk(None), chat_chunk("two"), chat_chunk(None, "stop")],
         [text_chunk("one "), text_chunk("two", "length")],
+        [chat_chunk(None, thought="one "), chat_chunk("two", "stop")],
     ],
-    ids=["chat", "text"],
+    ids=["chat", "text", "reasoning"],
 )
 def test_an_answer_is_its_pieces_and_their_number(chunks: list[str]) -> None:
     assert list(stream_pieces(iter([*chunks, USAGE, DONE]))) == [
@@ -346,19 +348,20 @@ def test_the_deadline_holds_for_silence_and_for_a_trickle(trickles: bool) -> Non
 
 def test_the_fleet_is_asked_what_it_is() -> None:
     workers = [
-        {"role": "verifier", "capacity": 4},
-        {"role": "drafter", "capacity": 9},
-        {"role": "verifier", "capacity": 2},
+        {"role": "verifier", "capacity": 4, "model": {"name": "weights"}},
+        {"role": "drafter", "capacity": 9, "model": {"name": "weights"}},
+        {"role": "verifier", "capacity": 2, "model": {"name": "weights"}},
+        {"role": "verifier", "capacity": 7, "model": {"name": "others"}},
     ]
-    listed = json.dumps({"data": [{"id": "tiny"}], "workers": workers}).encode()
+    listed = json.dumps({"data": [{"id": "tiny", "root": "weights"}], "workers": workers}).encode()
     with Serving(lambda _: (200, {}, iter([listed]))) as serving:
         assert serving.asker.served_model() == "tiny"
         assert serving.asker.capacity() == 6
-        assert [path for path, _, _ in serving.server.asked] == ["/v1/models", "/fleet"]
+        assert [path for path, _, _ in serving.server.asked] == ["/v1/models", "/v1/models", "/fleet"]
         assert serving.server.connections == 1
     for odd in (b"<html>", b"[]", b'{"data": []}'):
         with Serving(lambda _, odd=odd: (200, {}, iter([odd]))) as serving:
             with pytest.raises(Unavailable, match="/v1/models"):
                 serving.asker.served_model()
-            with pytest.raises(Unavailable, match="/fleet"):
+            with pytest.raises(Unavailable, match="/v1/models"):
                 serving.asker.capacity()

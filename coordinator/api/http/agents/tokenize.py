@@ -50,9 +50,7 @@ class TokensApi:
         body: TokenizeBody = await read_body(request, TokenizeTextBody, TokenizeChatBody)
         with admission(self._sessions.metrics):
             target = await self._sessions.targets.find(body.model)
-            tokens, texts = await asyncio.to_thread(self._encode, body, target)
-        context = limits_of(self._settings, target).context_of(target)
-        return JSONResponse(Tokenized(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=texts))
+            return await asyncio.to_thread(self._tokenized, body, target)
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, DetokenizeBody)
@@ -61,14 +59,16 @@ class TokensApi:
             check_size("tokens", len(body.tokens), self._limit)
             check_tokens("tokens", body.tokens, target.info.vocab_size)
         text = await asyncio.to_thread(target.tokenizer.decode, body.tokens, clean_up_tokenization_spaces=False)
-        return JSONResponse(Detokenized(prompt=text))
+        return await asyncio.to_thread(JSONResponse, Detokenized(prompt=text))
 
-    def _encode(self, body: TokenizeBody, target: Target) -> tuple[list[int], list[str] | None]:
+    def _tokenized(self, body: TokenizeBody, target: Target) -> Response:
         if isinstance(body, TokenizeChatBody):
             manner = manner_of(target, self._settings.tool_parser, body)
             request = ClientRequest(SamplingParams(), chat=chat_of(body, body.tools or (), manner))
-            tokens = prompt_tokens(request, target, self._limit)
+            tokens = list(prompt_tokens(request, target, self._limit))
         else:
             check_size("prompt", len(body.prompt.encode()), self._limit)
-            tokens = target.encode(body.prompt, special=body.add_special_tokens)
-        return list(tokens), target.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+            tokens = list(target.encode(body.prompt, special=body.add_special_tokens))
+        texts = target.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        context = limits_of(self._settings, target).context_of(target)
+        return JSONResponse(Tokenized(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=texts))

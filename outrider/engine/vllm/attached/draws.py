@@ -66,10 +66,7 @@ class OwnDraws:
 
 
 def _of(sampling: Any, members: Sequence[int], committed: Sequence[Sequence[int]], depth: int) -> Any:
-    """Return vLLM's sampling metadata of these requests after the tokens committed in this step.
-
-    Guesses come only for requests that need nothing else, see `request.drawn_alike`.
-    """
+    """Return vLLM's sampling metadata after the tokens of this step, of requests that are `drawn_alike`."""
     if depth == 0:
         return sampling
     from vllm.v1.sample.logits_processor import LogitsProcessors

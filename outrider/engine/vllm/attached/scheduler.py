@@ -1,7 +1,4 @@
-"""vLLM's own scheduler with guesses from a coordinator's drafters, for a `vllm serve` that keeps its front door.
-
-vLLM takes it by its setting `scheduler_cls`, see docs/attach.md.
-"""
+"""vLLM's own scheduler (setting `scheduler_cls`) with guesses of a coordinator's drafters; see docs/attach.md."""
 
 from __future__ import annotations
 

@@ -140,3 +140,17 @@ async def test_a_session_whose_end_is_not_stored_yet_is_written_again_and_not_co
     assert changed == [session.record]
     assert not started
     assert not requests.manager.live
+
+
+async def test_a_choice_that_has_ended_before_the_others_is_found_without_redis(requests: Requests) -> None:
+    """A retry of a request with several choices, while one is being written."""
+    requests.store("s", "t")
+    ended, running = await requests.resume("s", "t")
+    ended.record.append([5] * 8, [TokenKind.PLAIN] * 8, ())
+    ended.record.finish_reason = FinishReason.LENGTH
+    ended.output.end(finished=True)
+    running.output.end(finished=False)  # lost: its record says how to go on
+    requests.store()
+    assert await requests.resume("s") == [ended]
+    with pytest.raises(NotFound):
+        await requests.resume("t")

@@ -13,7 +13,7 @@ import pytest
 from outrider.bench.network.cases import LinkCase, modes
 from outrider.bench.network.figures import NetworkResults, NetworkRun, NetworkRuns
 from outrider.bench.network.prediction import prediction_cases
-from outrider.protocol.statistics import GenerationStats
+from outrider.protocol.statistics import GenerationStats, PlanStats
 
 TOKENS = 60
 
@@ -82,3 +82,13 @@ def test_a_benchmark_that_is_ended_removes_its_folder(benchmark: str, tmp_path: 
         running.communicate(timeout=30)
     assert running.returncode != 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_by_plan_are_those_of_all_answers() -> None:
+    def answer(**steps: int) -> NetworkRun:
+        plans = tuple(PlanStats(plan, steps=number) for plan, number in steps.items())
+        stats = GenerationStats(steps=sum(steps.values()), tokens_per_second=1.0, duration_ms=2.0, plans=plans)
+        return NetworkRun((1, 2, 3), (1.0, 1.0), stats)
+
+    summary = NetworkRuns([answer(turns=100, plain=1), answer(turns=7, plain=1, ahead=0)]).row()
+    assert summary["plans"] == {"turns": 107, "plain": 2}

@@ -104,8 +104,8 @@ def test_loading_writes_no_safetensors_and_gives_their_bits_and_names(
     assert isinstance(blocks, NativeEngine)
     assert isinstance(floats, NativeEngine)
     assert blocks.weight_bytes <= floats.weight_bytes / smaller
-    assert Path(folder).name == Path(locate(str(path), print)).name == blocks.info.name
-    assert blocks.info == floats.info
+    assert Path(folder).name == Path(locate(str(path), print)).name == floats.info.name
+    assert blocks.info == replace(floats.info, name="random"), "whatever the file's place and date"
     found, wanted = (each.extend([SessionTokens("s", TOKENS)]).logits[0] for each in (blocks, floats))
     assert torch.equal(found, wanted)
 

@@ -18,6 +18,8 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from coordinator.persistence.session_record import SessionRequest
 from outrider.models.tokenizer import tokenizer_json
@@ -460,3 +462,23 @@ def test_grammars_of_one_text_leave_those_of_users_compiled() -> None:
     compiler.compile(SamplingParams(grammar=users))
     assert compiler._known[0][users] is kept
     assert len(compiler._known[1]) == 16
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_letter_and_the_byte_that_spells_it_are_two_tokens(by_id: bool) -> None:
+    """As in vocabularies that spell unknown letters in bytes: `echo` repeats a prompt by ids."""
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127))]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    compiler = GrammarCompiler(partial(tokenizer_json, tokenizer), [vocabulary["</s>"]])
+    text = [vocabulary[piece] for piece in "a▁b!"]
+    form = {"lark": ONE_TEXT + "]> <[".join(map(str, text)) + "]>"} if by_id else {"regex": "[a-z ]+!"}
+    guide = compiler.compile(asked(**form))
+    for token in text:
+        allowed = guide.allowed([()], len(vocabulary))[0]
+        assert allowed[token]
+        assert not by_id or allowed.sum() == 1
+        ended = guide.advance([token])
+    assert ended == 1

@@ -82,3 +82,10 @@ async def test_another_media_type_is_refused(size: int) -> None:
     with pytest.raises(HTTPException) as refused:
         await read_body(request(written(size), "text/plain"), Seen)
     assert refused.value.status_code == 415
+
+
+@SIZES
+async def test_a_field_of_newer_clients_may_be_null(size: int) -> None:
+    assert (await read_body(request(written(size, newer=None)), Seen)).text == "x" * size
+    with pytest.raises(InvalidRequest, match="newer"):
+        await read_body(request(written(size, newer=0)), Seen)

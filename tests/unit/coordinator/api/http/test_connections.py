@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
 import socket
 from collections.abc import AsyncIterator
@@ -88,3 +89,20 @@ async def test_who_reads_late_may_ask_again(
     await asyncio.sleep(0.06)
     await loop.sock_sendall(client, REQUEST % 10)
     assert await asyncio.wait_for(read(client, 10), 5.0) >= 10, "nothing was left to read: the connection is open"
+
+
+@pytest.mark.parametrize(("part", "whole"), [(10_000, True), (1_000, False)], ids=["steadily", "a trickle"])
+async def test_who_reads_slowly_gets_all_of_it(client: socket.socket, timeout_s: float, part: int, whole: bool) -> None:
+    """As long as it takes bytes as fast as bodies must come."""
+    size, loop = 150_000, asyncio.get_running_loop()
+    await loop.sock_sendall(client, REQUEST % size)
+    received = 0
+    with contextlib.suppress(ConnectionResetError):
+        while received < size:
+            received += await read_once(client, part)
+            await asyncio.sleep(timeout_s / 4)
+    assert (received >= size) is whole
+
+
+async def read_once(client: socket.socket, most: int) -> int:
+    return len(await asyncio.get_running_loop().sock_recv(client, most))

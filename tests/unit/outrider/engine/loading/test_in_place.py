@@ -14,6 +14,7 @@ from outrider.engine import SessionTokens
 from outrider.engine.loading import loader
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.native import NativeEngine, build
+from outrider.models import gguf
 from outrider.models.gguf import empty_model, rows_in_safetensors
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -141,3 +142,15 @@ def test_a_model_without_some_weights_is_refused(dtype: torch.dtype, tmp_path: P
     save_file(lacking, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(StartupError, match=r"without model\.layers\.1\.mlp\.down_proj\.weight"):
         run(folder)
+
+
+def test_a_hub_ids_weights_stay_in_their_files_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = in_bfloat16(tmp_path / "snapshot", "toy")
+    monkeypatch.setattr(
+        gguf, "cached_file", lambda name, file, **_: str(snapshot / file) if name == "org/toy" else None
+    )
+    config = AutoConfig.from_pretrained(snapshot)
+    loaded = [gguf.load_in_place(each, loader.dequantize, config) for each in ("org/toy", snapshot)]
+    for model in loaded:
+        assert model is not None
+        assert sum(hasattr(weight, "quantized") for weight in model.parameters()) > 5
