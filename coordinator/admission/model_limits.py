@@ -13,7 +13,7 @@ from functools import cache
 
 from coordinator.admission.quotas import full
 from coordinator.workers.target import Target
-from outrider.protocol.errors import InvalidRequest, StartupError
+from outrider.protocol.errors import ContextExceeded, InvalidRequest, StartupError
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.settings.coordinator import CoordinatorSettings
 
@@ -53,9 +53,9 @@ class ModelLimits:
         without one, where the context leaves as many.
         """
         context, size = self.context_of(target), f"{prompt} tokens"
-        budget = context - prompt
+        budget, known = context - prompt, f". This model's maximum context length is {context} tokens"
         if budget < 1:
-            raise InvalidRequest.of("prompt", size, f"under the context of {context} tokens")
+            raise ContextExceeded.of("prompt", size, f"under the context of {context} tokens", known)
         if not given:
             most = params.max_tokens if default is None else default
             most = min(most, self.output or most)
@@ -65,10 +65,10 @@ class ModelLimits:
             raise InvalidRequest.of("params.max_tokens", wanted, f"at most {self.output}, the model's limit")
         if wanted > budget and not given:
             room = f"at most {context - wanted} to leave room for {wanted} output tokens; or set params.max_tokens"
-            raise InvalidRequest.of("prompt", size, room)
+            raise ContextExceeded.of("prompt", size, room, known)
         if wanted > budget:
             why = f"at most {budget}: the context is {context} tokens and the prompt has {prompt}"
-            raise InvalidRequest.of("params.max_tokens", wanted, why)
+            raise ContextExceeded.of("params.max_tokens", wanted, why, known)
         return params
 
 

@@ -51,6 +51,10 @@ class InvalidRequest(OutriderError, code="invalid_request", grpc="INVALID_ARGUME
     """Error for a request that can never succeed."""
 
 
+class ContextExceeded(InvalidRequest, code="context_length_exceeded", grpc="INVALID_ARGUMENT", http=400):
+    """Error for a prompt that leaves no room in the context, by the code and in the words that agents know."""
+
+
 class Unauthenticated(OutriderError, code="unauthenticated", grpc="UNAUTHENTICATED", http=401):
     """Error for a call without an accepted API key."""
 
@@ -95,7 +99,7 @@ class StartupError(OutriderError, code="startup", grpc="INTERNAL", http=500):
     """Error for a service that cannot start: port, model path, configuration."""
 
 
-KINDS = {OutriderError.code: OutriderError} | {kind.code: kind for kind in OutriderError.__subclasses__()}  # by code
+KINDS = {kind.code: kind for kind in (OutriderError, *OutriderError.__subclasses__(), ContextExceeded)}  # by code
 
 
 def _bounded(text: str, most: int) -> str:

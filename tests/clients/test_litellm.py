@@ -91,3 +91,10 @@ def test_responses(base: str) -> None:
 def test_a_refusal_names_the_field(base: str) -> None:
     with pytest.raises(litellm.BadRequestError, match="tool_choice"):
         complete(base, tool_choice="required")
+
+
+@pytest.mark.parametrize("more", [{}, {"max_tokens": 50}])
+def test_a_chat_that_is_too_long_is_known_as_such(base: str, more: dict[str, int]) -> None:
+    """Agents then shorten it and go on."""
+    with pytest.raises(litellm.ContextWindowExceededError):
+        complete(base, messages=[{"role": "user", "content": "again " * 2000}], **more)

@@ -169,8 +169,9 @@ async def test_lengths_of_a_model_are_limited(limited: dict[str, Limited]) -> No
                 await api.completions.create(**body)
             assert caught.value.param == param
             await api.completions.create(**body | {"model": "words"})
-        with pytest.raises(openai.BadRequestError, match="must be under the context of 64 tokens"):
+        with pytest.raises(openai.BadRequestError, match="must be under the context of 64 tokens") as caught:
             await api.completions.create(model="target", prompt="x" * 64)
+        assert caught.value.code == "context_length_exceeded"
         chat = await api.chat.completions.create(
             model="target", messages=[{"role": "user", "content": "x"}], extra_body={"ignore_eos": True}
         )
