@@ -99,7 +99,8 @@ class StartupError(OutriderError, code="startup", grpc="INTERNAL", http=500):
     """Error for a service that cannot start: port, model path, configuration."""
 
 
-KINDS = {kind.code: kind for kind in (OutriderError, *OutriderError.__subclasses__(), ContextExceeded)}  # by code
+_LEAVES: tuple[type[OutriderError], ...] = (OutriderError, *OutriderError.__subclasses__(), ContextExceeded)
+KINDS = {kind.code: kind for kind in _LEAVES}  # by code
 
 
 def _bounded(text: str, most: int) -> str:

@@ -528,3 +528,13 @@ async def test_formats_that_cannot_be_are_refused(api: AsyncOpenAI, model: str, 
     with pytest.raises(openai.BadRequestError) as caught:
         await api.chat.completions.create(model=model, messages=CHAT, extra_body={"response_format": wanted})
     assert str(caught.value.param or "").startswith("response_format")
+
+
+async def test_the_usage_so_far_may_come_with_each_chunk(web: httpx.AsyncClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": PROMPT, "max_tokens": 12, "n": 2, "ignore_eos": True, "stream_options": options}
+    *chunks, last = [json.loads(event) for event in await events_of(web, "/v1/completions", body)]
+    told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert told == sorted(told)
+    assert 0 < told[0] <= told[-1] == last["usage"]["completion_tokens"] == 24
+    assert last["choices"] == []

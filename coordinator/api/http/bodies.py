@@ -108,6 +108,7 @@ def _read(body: bytes, kinds: Sequence[type[BodyModel]]) -> BodyModel:
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="Send a last chunk with the usage of the whole answer.")
+    continuous_usage_stats: bool | None = Field(None, description="With it: the usage so far in all others, too.")
     include_obfuscation: bool | None = Field(None, description="Ignored.")
 
 

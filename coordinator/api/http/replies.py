@@ -52,10 +52,12 @@ class Replies(ABC, Generic[BodyT]):
     async def chunks(self, answering: Answering) -> AsyncGenerator[dict[str, Any], None]:
         async with answering as sessions:
             head = self._head(self.chunk_kind, sessions[0])
-            more = {"usage": None} if self._body.include_usage else {}
+            more: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
             async with contextlib.aclosing(progress(sessions)) as updates:
                 async for number, tokens in updates:
                     parts = self._parts(number, sessions[number], tokens)
+                    if more and getattr(self._body.stream_options, "continuous_usage_stats", False):
+                        more = {"usage": usage(sessions, self._body.choices)}
                     for part in parts:
                         last = part is parts[-1] and not tokens and not more
                         yield head | {"choices": [part]} | (metrics(sessions) if last else more)
