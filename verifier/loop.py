@@ -1,11 +1,9 @@
 """The verification loop: schedule, run, commit.
 
-The loop runs on the event loop, the target in one thread. Guess trees change
-on the event loop only, also during a step, since guesses arrive at any time.
-The target's thread does not read the trees. It reads the step's immutable
-`ScheduledSession` objects and the parts of a session that change only between
-steps: committed tokens, cache length and sampling history. It advances a session's grammar itself;
-the event loop does not use the grammar during a step.
+The loop runs on the event loop, the target in one thread. Guess trees change on the event loop only, also during a
+step, since guesses arrive at any time. The target's thread does not read the trees. It reads the step's immutable
+`ScheduledSession` objects and the parts of a session that change only between steps: committed tokens, cache length and
+sampling history. It advances a session's grammar itself; the event loop does not use the grammar during a step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The seam between the verification loop and the target model: what goes into a step, and what came of it.
 
-Sessions, guess trees, waiting, admission, stops and verdicts lie on the loop's
-side. Behind the seam stand Outrider's own engines (`engine_target`) and vLLM
-(`vllm_target`).
+Sessions, guess trees, waiting, admission, stops and verdicts lie on the loop's side. Behind the seam stand Outrider's
+own engines (`engine_target`) and vLLM (`vllm_target`).
 """
 
 from __future__ import annotations

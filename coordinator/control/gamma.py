@@ -1,8 +1,7 @@
 """γ control: the choice of how a session is drafted and verified. Pure: no clocks, no I/O.
 
-`Controller` chooses the plan with the highest expected throughput, compares
-the expectation with the measurement, and probes now and then whether
-speculation pays again.
+`Controller` chooses the plan with the highest expected throughput, compares the expectation with the measurement, and
+probes now and then whether speculation pays again.
 """
 
 from __future__ import annotations

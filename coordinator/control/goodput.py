@@ -31,9 +31,8 @@ def paying_nodes(plan: SpeculationPlan, before: int = 0) -> int:
 def net_throughput(conditions: Conditions, plan: SpeculationPlan) -> float:
     """Return the expected tokens per second of this session minus those that other sessions on the verifier lose.
 
-    They lose throughput because our draft tokens lengthen the shared step.
-    The other sessions are assumed to move halfway towards the same plan.
-    Otherwise the first session would keep all batch tokens that are free now.
+    They lose throughput because our draft tokens lengthen the shared step. The other sessions are assumed to move
+    halfway towards the same plan. Otherwise the first session would keep all batch tokens that are free now.
     """
     if plan.gamma == 0 or conditions.other_sessions <= 0.0:
         return throughput(conditions, plan)

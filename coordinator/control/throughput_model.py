@@ -1,10 +1,9 @@
 """Throughput model: the expected tokens per second of each way to speculate. Pure: no clocks, no I/O.
 
-Plain decoding commits one token per step. In turns, the verifier waits for γ
-guesses and checks them, and the drafter waits for the verdict. Ahead, the
-drafter continues while its guesses are checked, so only a miss costs time.
-After a miss the verifier either waits for a few guesses or decodes plain
-tokens until the drafter has caught up. docs/gamma.md derives the formulas.
+Plain decoding commits one token per step. In turns, the verifier waits for γ guesses and checks them, and the drafter
+waits for the verdict. Ahead, the drafter continues while its guesses are checked, so only a miss costs time. After a
+miss the verifier either waits for a few guesses or decodes plain tokens until the drafter has caught up. docs/gamma.md
+derives the formulas.
 """
 
 from __future__ import annotations

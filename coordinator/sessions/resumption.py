@@ -1,8 +1,7 @@
 """Resumption of a session from its record: what its client has is appended, and its end is found.
 
-A running session ends by its verifier's verdict or a stop string. Records are
-checked here: their coordinator may have failed before it stored the end, or
-the client sent tokens with Resume. An output that has ended is not continued.
+A running session ends by its verifier's verdict or a stop string. Records are checked here: their coordinator may have
+failed before it stored the end, or the client sent tokens with Resume. An output that has ended is not continued.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Seeds of the workers' noise under rejection and block verification, distinct per session and worker.
 
-Greedy and coupled texts are functions of the request's seed, which every
-worker receives. The other two rules need noise that no guess depends on. A
-seed may be used again while a drafter still has the tokens it led to, so each
-session draws a nonce and stores it in its record. After a takeover, tokens
-that a drafter has seen may be lost, so the epoch is mixed in. The digest
-keeps a drafter from computing the verifier's noise.
+Greedy and coupled texts are functions of the request's seed, which every worker receives. The other two rules need
+noise that no guess depends on. A seed may be used again while a drafter still has the tokens it led to, so each session
+draws a nonce and stores it in its record. After a takeover, tokens that a drafter has seen may be lost, so the epoch is
+mixed in. The digest keeps a drafter from computing the verifier's noise.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One session: draft, verify, commit.
 
-`Session.run` holds the stream to a verifier; `Drafting` holds those to the
-drafters. Guesses are relayed to the verifier. Verdicts become text, records
-and commits. Losing a drafter costs speed only. After the loss of a verifier,
+`Session.run` holds the stream to a verifier; `Drafting` holds those to the drafters. Guesses are relayed to the
+verifier. Verdicts become text, records and commits. Losing a drafter costs speed only. After the loss of a verifier,
 prompt and committed tokens are sent to another one.
 """
 

@@ -1,8 +1,7 @@
 """Verdict reader: it checks a verifier's replies against the messages that were sent to it.
 
-The owner of the target's weights decides the text. Yet no reply may end a
-session early, make memory grow or violate the request. A reply that no
-conforming verifier sends raises ProtocolViolation.
+The owner of the target's weights decides the text. Yet no reply may end a session early, make memory grow or violate
+the request. A reply that no conforming verifier sends raises ProtocolViolation.
 """
 
 from __future__ import annotations

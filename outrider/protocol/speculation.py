@@ -121,9 +121,8 @@ class Distribution:
 class TreeShape:
     """The shape of a tree of tokens, apart from the tokens.
 
-    One convention holds everywhere: `parents[i]` is the index of node i's
-    parent in the same list, an earlier node, or ROOT for the place from which
-    the tree grows. On the wire the numbers are one higher.
+    One convention holds everywhere: `parents[i]` is the index of node i's parent in the same list, an earlier node, or
+    ROOT for the place from which the tree grows. On the wire the numbers are one higher.
     """
 
     parents: tuple[int, ...] = ()

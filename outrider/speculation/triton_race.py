@@ -1,8 +1,7 @@
 """The coupled draw over the whole vocabulary on a CUDA device: one pass over the logits, no softmax, no sort.
 
-Triton is imported at the first draw. It comes with torch's CUDA builds; the
-kernel also runs in Triton's interpreter (`TRITON_INTERPRET=1`), which is how
-it is tested without a device.
+Triton is imported at the first draw. It comes with torch's CUDA builds; the kernel also runs in Triton's interpreter
+(`TRITON_INTERPRET=1`), which is how it is tested without a device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The versions of vLLM that are tested, and every part of its insides that this package uses.
 
-Nothing here is public in vLLM's sense. `missing_points` names what an upgrade
-moved, before anything runs.
+Nothing here is public in vLLM's sense. `missing_points` names what an upgrade moved, before anything runs.
 """
 
 from __future__ import annotations
