@@ -1,7 +1,4 @@
-"""Turn a client's request into a session request: text to tokens, defaults, seed; check every limit.
-
-gRPC and HTTP read their own messages into a `ClientRequest`; from there on they share this code.
-"""
+"""Turn a request of either protocol, a `ClientRequest`, into a session request: tokens, defaults, seed, limits."""
 
 from __future__ import annotations
 

@@ -137,10 +137,7 @@ class Store:
             await self._remove_worker(keys=[f"{_PREFIX}:worker:{worker_id}"], args=[self._owner])
 
     async def workers(self, age_s: float) -> list[WorkerInfo]:
-        """Return the workers that coordinators with our fleet key have recorded within `age_s`.
-
-        Of two workers at one address, as before and after a restart, only the newest is returned.
-        """
+        """Return the workers recorded with our fleet key within `age_s`; of two at one address only the newest."""
         found: dict[tuple[str, Role], tuple[int, WorkerInfo]] = {}
         async with self.connection.calling():
             async for key in self._redis.scan_iter(match=f"{_PREFIX}:worker:*", count=_SCANNED):

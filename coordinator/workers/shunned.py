@@ -29,10 +29,7 @@ class _Entry:
 
 
 class ShunnedWorkers:
-    """Shunned workers by id and by address, so that a new id at the same address does not help.
-
-    After ten times the last shunning without a violation, a worker starts without a record.
-    """
+    """Shunned workers by id and address (a new id does not help), with a record for ten times their last shunning."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.violations: Counter[Role] = Counter(dict.fromkeys(Role, 0))

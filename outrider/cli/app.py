@@ -25,7 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
-models_app = typer.Typer(help="Download the default models.", no_args_is_help=True)
+models_app = typer.Typer(help="Download the default target.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -62,7 +62,7 @@ def drafters(context: typer.Context) -> None:
 
 @models_app.command()
 def fetch() -> None:
-    """Download and prepare the default pair, so that a start takes seconds. Do nothing if it exists."""
+    """Download and prepare the default target, so that a start takes seconds. Do nothing if it exists."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     if (default_path() / "config.json").is_file():
@@ -86,7 +86,8 @@ def main() -> None:
     try:
         app(prog_name="outrider")
     except OutriderError as error:
-        hint = "\nIs a coordinator running there? `outrider up` starts one." if isinstance(error, PeerLost) else ""
+        hint = "\nIs a coordinator running there (`outrider up`), with TLS (--tls-ca) or without?"
+        hint = hint if isinstance(error, PeerLost) else ""
         typer.echo(f"outrider: {error.message}{hint}", err=True)
         sys.exit(1)
     except (OSError, ValueError) as error:  # such as a file that cannot be used, or a number that no message can hold

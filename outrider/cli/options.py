@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.base.config import option
+from outrider.base.endpoint import allowed
 from outrider.client.sync import Client
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
+from outrider.protocol.speculation import MAX_BRANCHES, MAX_GAMMA
 from outrider.security.api_keys import ApiKeys
 from outrider.security.tls import Tls
 
@@ -31,8 +33,13 @@ TopK = Annotated[int, option("--top-k", "Draw from this many most likely tokens;
 TopP = Annotated[float, option("--top-p", "Draw from the most likely tokens with this total probability.")]
 MinP = Annotated[float, option("--min-p", "Exclude tokens below this share of the highest probability.")]
 Seed = Annotated[int | None, option("--seed", "Equal seeds, equal texts (not in rejection and block mode).")]
-Gamma = Annotated[int | None, option("--gamma", "Fix γ, the tokens guessed ahead; 0: plain decoding. Else adaptive.")]
-Branches = Annotated[int | None, option("--branches", "Fix the guesses per position. Default: adaptive.", min=1)]
+Gamma = Annotated[
+    int | None,
+    option("--gamma", "Fix γ, the tokens guessed ahead; 0: plain decoding. Else adaptive.", min=0, max=MAX_GAMMA),
+]
+Branches = Annotated[
+    int | None, option("--branches", "Fix the guesses per position. Default: adaptive.", min=1, max=MAX_BRANCHES)
+]
 Ahead = Annotated[bool | None, option("--ahead/--in-turns", "Draft during checks, or in turns. Default: adaptive.")]
 Explain = Annotated[bool, option("--explain", "Print expected and measured throughput of each plan at the end.")]
 Drafter = Annotated[str, option("--drafter", "Use only drafters of this kind, as suffix; else any.", envvar=None)]
@@ -50,8 +57,10 @@ Plain = Annotated[bool, option("--plain", "Disable speculation; the same as --ga
 
 def connect(flags: Mapping[str, Any]) -> Client:
     """Return a client of the coordinators given by the flags of a command."""
+    if flags.get("plain") and flags["gamma"]:
+        raise InvalidRequest.of("--gamma", flags["gamma"], "left out with --plain")
     return Client(
-        [each.strip() for each in flags["endpoint"].split(",")],
+        allowed(flags["endpoint"], allow_remote=True),
         timeout_s=flags.get("timeout_s"),
         api_key=ApiKeys.parse(flags["api_key"], "api_key").first,
         tls=Tls.load(cert=flags["tls_cert"], key=flags["tls_key"], ca=flags["tls_ca"], name=flags["tls_name"]),

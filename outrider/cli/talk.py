@@ -47,7 +47,7 @@ def generate(
     regex: options.Regex = "",
     chat: Annotated[bool, option("--chat/--raw", "Send through the chat template, or unchanged.")] = False,
     system: Annotated[str, option("--system", "System message before the prompt, with --chat.")] = "",
-    timeout_s: Annotated[float | None, option("--timeout-s", "Time limit in seconds.")] = None,
+    timeout_s: Annotated[float | None, option("--timeout-s", "Time limit in seconds.", min=0.001)] = None,
     as_json_: Annotated[bool, option("--json", "Print one JSON object at the end.")] = False,
     show_guesses: options.ShowGuesses = False,
     explain: options.Explain = False,

@@ -106,7 +106,7 @@ def make_request(prompt: str | None, options: Options) -> pb.GenerateRequest:
     try:
         return _request(prompt, options)
     except (TypeError, ValueError) as error:  # no number of the field's type
-        raise InvalidRequest(str(error)) from error
+        raise InvalidRequest("a text is not UTF-8" if isinstance(error, UnicodeError) else str(error)) from error
 
 
 def _request(prompt: str | None, options: Options) -> pb.GenerateRequest:

@@ -136,8 +136,10 @@ def check_services(services: Sequence[ServiceSpec]) -> None:
     for service in services:
         require_keys_or_insecure(service.settings)
         Credentials(service.settings)
-        for key in _PORTS:
-            port = getattr(service.settings, key, 0)
+        ports = [(key, getattr(service.settings, key, 0)) for key in _PORTS]
+        if ports[-1][1] > 0 and getattr(service.settings, "own_drafter", ""):
+            ports.append((_PORTS[-1], ports[-1][1] + 1))  # of the drafter in its process
+        for key, port in ports:
             here = f"{service.name}.{key.replace('_', '-')}"
             if port > 0 and taken.setdefault(port, here) != here:
                 raise _refused(here, str(port), f"is the port of {taken[port]} too")

@@ -164,7 +164,7 @@ class Stack:
         """Restart dead processes and return them."""
         dead = [child for child in self.children if child.process is not None and child.process.poll() is not None]
         for child in dead:
-            child.state = f"died with status {child.process.returncode if child.process else '?'}, restarting"
+            child.state = f"died {_way_of(child.process)}, restarting"
             self._launch(child)
         return dead
 
@@ -187,7 +187,7 @@ class Stack:
     def _raise_for_dead(self) -> None:
         for child in self.children:
             if child.process is not None and child.process.poll() is not None:
-                raise StartupError(f"{child.name} ended, status {child.process.returncode}:\n{child.last_log_lines()}")
+                raise StartupError(f"{child.name} ended {_way_of(child.process)}:\n{child.last_log_lines()}")
 
     def _spawn(self, name: str, service: str, /, **settings: Any) -> None:
         """Start a process outside the plan."""
@@ -342,3 +342,9 @@ def _with_port(command: list[str], flag: str, address: str) -> list[str]:
         at = command.index(flag) + 1
         return [*command[:at], port, *command[at + 1 :]]
     return [*command, flag, port]
+
+
+def _way_of(process: subprocess.Popen[str] | None) -> str:
+    """Return how a process has ended."""
+    code = process.returncode if process is not None else 0
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"

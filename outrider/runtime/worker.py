@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from outrider.base.config import WorkerSettings
 from outrider.base.logs import report_progress, set_up_logs
 from outrider.base.openmp import compute_alone, release_threads
 from outrider.runtime.serving import Service, serve
+from outrider.runtime.worker_service import coordinators
 from outrider.security.credentials import Credentials
 
 _SWITCH_S = 1e-4  # after which a thread that computes gets the interpreter from the event loop, which sends verdicts
@@ -18,10 +20,14 @@ _SWITCH_S = 1e-4  # after which a thread that computes gets the interpreter from
 def run_worker(name: str, settings: WorkerSettings, build: Callable[[Callable[[str], None]], Service]) -> None:
     """Load and run a worker."""
     set_up_logs(settings.log_level, as_json=settings.log_json, service=name)
-    Credentials(settings)  # report an unreadable key or certificate before the model is loaded
+    # Report an unreadable key or certificate, or a wrong address, before the model is loaded.
+    Credentials(settings)
+    coordinators(settings)
 
     async def run() -> None:
+        interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)  # else asyncio waits for its end
         service = build(report_progress)
+        signal.signal(signal.SIGINT, interrupted)
         release_threads()  # another thread runs the model
         compute_alone()
         sys.setswitchinterval(_SWITCH_S)

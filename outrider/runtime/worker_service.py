@@ -75,9 +75,8 @@ class WorkerService(MultiplexedService):
             machine=machine_id(),
             capacity=settings.max_sessions,
         )
-        coordinators = [check_address("coordinators", part) for part in settings.coordinators.split(",") if part]
         self._registration = RegistrationClient(
-            coordinators, self._describe, vocabulary, lambda: Channels.of(self.credentials)
+            coordinators(settings), self._describe, vocabulary, lambda: Channels.of(self.credentials)
         )
         self._worker_loop = loop
         self._tracing = tracing
@@ -127,6 +126,10 @@ def machine_id() -> str:
         return hashlib.sha256(_BOOT.read_bytes()).hexdigest()[:16]
     except OSError:
         return ""
+
+
+def coordinators(settings: WorkerSettings) -> list[str]:
+    return [check_address("coordinators", part) for part in settings.coordinators.split(",") if part]
 
 
 def check_address(field: str, text: str) -> str:

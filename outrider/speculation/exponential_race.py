@@ -1,7 +1,4 @@
-"""The draw that drafter and target share: greedy and coupled sampling.
-
-Both call the same function with the same seed and position. Similar distributions then usually give the same token.
-"""
+"""The draw that drafter and target share: with one seed and position, similar distributions usually agree."""
 
 from __future__ import annotations
 

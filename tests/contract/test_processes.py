@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -263,3 +265,21 @@ def test_an_engine_that_cannot_run_ends_the_start(models: Models) -> None:
 def test_a_drafter_without_a_model_takes_no_engine() -> None:
     assert_told(run("drafter", "--kind", "suffix", "--engine", "native"), 1, "kind suffix runs no engine")
     assert_told(run("drafter", "--kind", "suffix", "--engine", "mock"), 1, "must be mock with --engine mock")
+
+
+@pytest.mark.parametrize("module", ["verifier", "drafter"])
+def test_ctrl_c_while_a_model_is_loaded_ends_it(models: Models, module: str) -> None:
+    model = ["--kind", "model", "--model", str(models.draft)] if module == "drafter" else []
+    command = [sys.executable, "-m", module, "--target", str(models.target), *model]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as loading:
+        assert loading.stdout is not None
+        told = next(line for line in loading.stdout if "loading" in line)
+        loading.send_signal(signal.SIGINT)
+        rest = loading.stdout.read()
+        assert loading.wait(20) in (130, -signal.SIGINT)  # shells say 130 of both
+    assert "ready" not in told + rest
+    assert "Traceback" not in rest
+
+
+def test_a_wrong_address_is_told_before_a_model_is_loaded() -> None:
+    assert_told(run("verifier", "--coordinators", "here"), 1, "coordinators is 'here', must be host:port")

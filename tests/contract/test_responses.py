@@ -74,6 +74,22 @@ async def test_a_text_is_what_a_chat_says(api: AsyncOpenAI) -> None:
     assert found.instructions == "Be short."
 
 
+async def test_a_call_that_was_cut_can_be_sent_back(api: AsyncOpenAI) -> None:
+    long = {"type": "object", "properties": {"text": {"type": "string", "minLength": 500}}, "required": ["text"]}
+    tool: Any = {"type": "function", "name": "write", "parameters": long, "strict": True}
+    asked = {**ASK, "tools": [tool], "tool_choice": "required", "max_output_tokens": 40}
+    answer = await api.responses.create(**asked)
+    [call] = answer.output
+    assert (call.type, call.status) == ("function_call", "incomplete")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "It was cut."}
+    items: list[Any] = [{"role": "user", "content": "Write."}, call, output]
+    further = await api.responses.create(**{**ASK, "input": items})
+    assert further.output
+    broken = call.model_copy(update={"status": "completed"})
+    with pytest.raises(openai.BadRequestError, match="must be a JSON object"):
+        await api.responses.create(**{**ASK, "input": [items[0], broken, output]})
+
+
 async def test_a_text_in_events(house: House) -> None:
     body = ASK | {"seed": 3, "ignore_eos": True}
     events = await events_of(house, body)

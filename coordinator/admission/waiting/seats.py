@@ -98,10 +98,7 @@ class Seats:
 
     @contextlib.asynccontextmanager
     async def taken(self, tenant: str, tokens: int, priority: int = 0, *, resumed: bool = False) -> AsyncIterator[Seat]:
-        """Hold a seat for a session that may need cache for `tokens`; wait for it if necessary.
-
-        `resumed` sessions have lost their verifier; they come before new ones of their tenant and class.
-        """
+        """Hold a seat for a session that may need cache for `tokens`; those `resumed` come first in their class."""
         arrived = time.monotonic()
         seat = Seat(tokens, -math.inf if resumed else arrived)
         usage = self._tenants.setdefault(tenant, _Usage())

@@ -1,7 +1,4 @@
-"""Middleware around every request: request id, API key, body limits, and cancellation when the client leaves.
-
-The server has neither lifespan events nor WebSockets, so every scope is a request.
-"""
+"""Middleware around every request: request id, API key, body limits, and cancellation when the client leaves."""
 
 from __future__ import annotations
 

@@ -83,10 +83,7 @@ def load_core(name: str, options: CoreOptions, progress: Callable[[str], None]) 
 
 
 def self_test(core: VllmCore, options: CoreOptions) -> None:
-    """Raise StartupError unless guesses change no token, and all right ones are accepted.
-
-    A version of vLLM that ignored the guesses would give right texts, at the speed of plain decoding.
-    """
+    """Raise StartupError unless guesses change no token and right ones are accepted: vLLM might ignore them."""
     width = min(options.max_guesses, _TEST_TOKENS - 1)
     plain, steps = _generate(core, "self-test plain", lambda done: ())
     right, right_steps = _generate(core, "self-test right", lambda done: plain[done : done + width])

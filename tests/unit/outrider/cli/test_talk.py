@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,3 +70,22 @@ def test_endpoints_may_be_divided_by_commas_and_blanks(monkeypatch: pytest.Monke
     flags = dict.fromkeys(("api_key", "tls_cert", "tls_key", "tls_ca", "tls_name"), "")
     options.connect(flags | {"endpoint": "a:1, b:2"})
     assert given == [["a:1", "b:2"]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gamma", "-1"], "greater than or equal to 0"),
+        (["--gamma", "65"], "less than or equal to 64"),
+        (["--branches", "99"], "less than or equal to 8"),
+        (["--timeout-s", "0"], "greater than or equal to 0.001"),
+        (["--plain", "--gamma", "3"], "--gamma is 3, must be left out with --plain"),
+        (["--endpoint", "here"], "endpoint is here, must be host:port"),
+        (["--endpoint", "127.0.0.1:99999"], "must be host:port"),
+        (["--endpoint", "127.0.0.1:1,,"], "failed to connect"),
+    ],
+)
+def test_flags_that_no_request_can_have_are_told_at_once(flags: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["generate", "hi", *flags])
+    assert result.exit_code != 0
+    assert said in " ".join(re.sub(r"[│\s]+", " ", result.output + str(result.exception)).split())

@@ -38,3 +38,8 @@ def test_a_request_with_several_prompts_is_refused(given: Any) -> None:
 def test_numbers_that_no_request_can_carry_are_refused(given: Any) -> None:
     with pytest.raises(InvalidRequest):
         make_request(None if "tokens" in given else "x", given)
+
+
+def test_a_text_that_is_not_utf8_is_told() -> None:
+    with pytest.raises(InvalidRequest, match="a text is not UTF-8"):
+        make_request("\udcff", {})

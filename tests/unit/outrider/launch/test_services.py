@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -113,7 +114,7 @@ def test_the_example_of_the_documentation_is_taken(tmp_path: Path) -> None:
     assert len(make_services("coordinator", [{}], overrides)) == 1
     one, two = make_services("verifier", [{}] * flags["verifiers"], overrides)
     assert one.settings.model_dump()["device"] == "cuda:0"
-    assert two.settings.model_dump()["metrics_port"] == 9102
+    assert two.settings.model_dump()["metrics_port"] == 9103
 
 
 @pytest.mark.parametrize(
@@ -211,6 +212,14 @@ def test_two_services_cannot_have_one_port() -> None:
     with pytest.raises(StartupError, match=r"verifier-2.metrics-port: 9100 is the port of verifier-1.metrics-port too"):
         services.check_services(specs)
     services.check_services(make_services("verifier", [{}, {}], read_assignments(["verifier-2.metrics-port=9100"])))
+
+
+@pytest.mark.parametrize(("second", "free"), [(9101, False), (9102, True)])
+def test_the_drafter_in_a_verifiers_process_has_the_next_port(second: int, free: bool) -> None:
+    ports = ["verifier-1.metrics-port=9100", f"verifier-2.metrics-port={second}"]
+    specs = make_services("verifier", [{"own_drafter": "suffix"}, {}], read_assignments(ports))
+    with contextlib.nullcontext() if free else pytest.raises(StartupError, match="9101 is the port of verifier-1"):
+        services.check_services(specs)
 
 
 def test_keys_and_doors_are_checked_before_anything_starts(tmp_path: Path) -> None:
