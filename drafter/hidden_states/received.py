@@ -34,12 +34,14 @@ class ReceivedStates:
 
     def next_states(self) -> torch.Tensor:
         """Return the next states to compute, as many as one pass takes.  # [tokens, width]"""
-        return torch.cat(self.new_states)[:PASS_TOKENS]
+        if len(self.new_states) > 1 and len(self.new_states[0]) < PASS_TOKENS:
+            self.new_states = [*torch.split(torch.cat(self.new_states), PASS_TOKENS)]
+        return self.new_states[0][:PASS_TOKENS]
 
     def cached(self, count: int) -> None:
         """Count the next states as cached."""
-        rest = torch.cat(self.new_states)[count:]
-        self.num_cached, self.new_states = self.num_cached + count, [rest] if len(rest) else []
+        self.num_cached, (rest, *others) = self.num_cached + count, self.new_states
+        self.new_states = [rest[count:], *others] if len(rest) > count else others
 
     def add(self, hidden_states: HiddenStates) -> bool:
         """Add new hidden states; return False if a gap, or earlier states, make the cached positions useless."""

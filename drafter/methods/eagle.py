@@ -58,6 +58,7 @@ class _EagleSession(ReceivedStates):
 
 # Yields the tokens to compute, receives the layer's output, returns the draft.
 DraftSteps = Generator[SessionTokens, _LayerOutput, Guess]
+_FOLLOWED = 16  # tokens after the target's last states, at most: after a rest there are hundreds
 _Outputs = dict[int, _LayerOutput]  # by node of a tree
 
 
@@ -117,8 +118,10 @@ class EagleDrafter:
         if chains and (drafted := self._draft_at_once(request, state, chains)):
             return drafted
         yield from self._compute_new(request, state)
-        if not state.outputs:
-            return request.chain(done=True)  # no hidden states of the target yet
+        if state.new_states:
+            return request.chain()  # the other sessions come first
+        if not state.outputs or request.committed - state.path_start > _FOLLOWED:
+            return request.chain(done=True)  # no hidden states of the target, or none of late
         if chains:
             yield from self._compute_path(request, state, request.tokens[state.path_start : -1])
         return (chains and self._draft_at_once(request, state, chains)) or (yield from draft(request, state))
@@ -128,7 +131,6 @@ class EagleDrafter:
         if state.new_states:
             state.path, state.outputs = [], []
             self._engine.truncate(request.session, state.num_cached)
-        while state.new_states:
             part = state.next_states()
             tokens = request.tokens[state.path_start : state.path_start + len(part)]
             output = yield self._chain_input(request.session, part, tokens)

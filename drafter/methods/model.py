@@ -166,7 +166,7 @@ class ModelDrafter:
 
     def _draft_token(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
         choice = next_token(request, logits, request.tokens, self._candidates, self._columns)
-        return request.chain(done=True) if choice is None else request.chain([choice[0]], choice[1])
+        return request.chain(done=True) if choice is None or not request.room else request.chain([choice[0]], choice[1])
 
 
 def _common_length(cached: Sequence[int], tokens: Sequence[int]) -> int:

@@ -54,7 +54,7 @@ class BlockDrafter:
                 if not state.add(hidden_states):
                     self._caches.free(request.session)
         known = self._sessions.get
-        while new := {each.session: each for each in requests if known(each.session, _BlockSession()).new_states}:
+        if new := {each.session: each for each in requests if known(each.session, _BlockSession()).new_states}:
             self._compute(new)
         return [self._draft(request) for request in requests]
 
@@ -92,6 +92,8 @@ class BlockDrafter:
 
     def _draft(self, request: DraftRequest) -> Guess:
         session = self._sessions.get(request.session, _BlockSession())
+        if session.new_states:
+            return request.chain()  # the other sessions come first
         # Skip the places whose tokens are committed by now.
         skipped = request.committed - session.first - session.num_cached - 1
         num_places = len(session.logits) - skipped

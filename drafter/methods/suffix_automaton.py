@@ -204,10 +204,7 @@ class Automaton:
         self._tip, self._tip_length = state, length
 
     def _update_counts(self, before: int, token: int) -> None:
-        """Count one more occurrence of all suffixes, and `token` after the suffixes of the text before it.
-
-        Most of the time is spent here, so names are local.
-        """
+        """Count one more occurrence of all suffixes, and `token` after those of the text before it. The hot path."""
         counts, followed, best = self._count, self._followed, self._best
         link, target = self._link, self._transitions.target
         steps = 0

@@ -25,10 +25,7 @@ class Standing:
 
     @property
     def worth(self) -> float:
-        """Return the expected tokens that the next level of guesses brings.
-
-        A round that waits brings the target's own token too, and all of its tokens wait for each missing level.
-        """
+        """Return the expected tokens of the next level; where a round waits, all of its tokens wait for each level."""
         if self.awaited:
             accepted = sum(self.acceptance**level for level in range(1, self.wanted_levels + 1))
             return (1.0 + accepted) / max(1, self.wanted_levels - self.open_levels)

@@ -85,10 +85,7 @@ class Engine(Protocol):
         """Begin a session with the cached blocks of the same tokens and salt; return the number of tokens found."""
 
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
-        """Run one forward pass over the new tokens of several sessions, and cache their keys and values.
-
-        The result is valid until the next call. Raises Overloaded when the cache is full.
-        """
+        """Run one pass over new tokens of several sessions, and cache them; raise Overloaded when the cache is full."""
 
     def truncate(self, session: str, length: int) -> None:
         """Drop the tokens after the first `length` from a session's cache."""

@@ -62,6 +62,7 @@ class GrammarMatcher:
         self._ignore_eos = ignore_eos
         self._committed: list[int] = []
         self._ahead: list[int] = []  # guesses after that, up to the matcher's state
+        self._behind: LLMatcher | None = None  # without them: llguidance goes back wrongly over ids of ordinary tokens
         self._complete = False
         self._mask_s = 0.002  # time of a mask, until measured a slow one: a decaying maximum
 
@@ -146,12 +147,16 @@ class GrammarMatcher:
         """Move the matcher to the end of a path. Return False if that fails."""
         shorter = min(len(self._ahead), len(path))
         same = next((i for i in range(shorter) if self._ahead[i] != path[i]), shorter)
-        if same < len(self._ahead):
+        if same < len(self._ahead) and self._behind is not None:
+            self._matcher, self._behind, self._ahead, same = self._behind, None, [], 0
+        elif same < len(self._ahead):
             self._matcher.rollback(len(self._ahead) - same)
             del self._ahead[same:]
         new = list(path[same:])
         if self._matcher.validate_tokens(new) < len(new):
             return False
+        if new and not self._ahead and "<[" in self._grammar.lark:
+            self._behind = self._matcher.deep_copy()
         self._ahead += new
         return self._matcher.consume_tokens(new)
 
@@ -168,7 +173,7 @@ class GrammarMatcher:
 
     def _restart(self) -> None:
         started = time.perf_counter()
-        self._matcher, self._ahead = self._start(), []
+        self._matcher, self._behind, self._ahead = self._start(), None, []
         self._matcher.consume_tokens(self._committed)
         self._mask_s = max(self._mask_s, time.perf_counter() - started)
 

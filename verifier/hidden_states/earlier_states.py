@@ -19,7 +19,7 @@ from outrider.v1 import common_pb2 as common
 from verifier.hidden_states.buffer import HiddenStateBuffer
 
 PIECE_BYTES = 192 << 10  # less than a stream's window: a verdict behind a piece need not wait for room
-MAX_QUEUED = 64  # replies before a request
+MAX_QUEUED = 128  # replies before a request: more than those with which a session stalls
 
 
 def queue_request(outbox: asyncio.Queue[Any], asked: EarlierStates) -> None:

@@ -21,10 +21,7 @@ _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 
 
 
 class Connections:
-    """Open connections, at most `limit`. When all are taken, a new one replaces an idle one.
-
-    Connections without an authenticated request go first, the longest idle before others.
-    """
+    """Open connections, at most `limit`: a new one replaces an idle one, unauthenticated and long idle ones first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

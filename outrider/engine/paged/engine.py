@@ -15,10 +15,7 @@ from outrider.protocol.fleet import ModelInfo
 
 
 class PagedEngine(ABC):
-    """Base of the engines over a paged cache: schedule, run, postprocess.
-
-    Sessions come and go between any two steps. A rollback drops tokens from the block table, whatever the context.
-    """
+    """Base of the engines over a paged cache. Sessions come and go between steps; a rollback drops their tokens."""
 
     state_shape = (0, 0)  # decoder layers that it captures states of, and their width
     in_integers = False  # some products round their rows

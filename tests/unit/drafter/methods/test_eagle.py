@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -169,11 +170,30 @@ def test_commits_whose_states_are_still_on_their_way(
 def test_more_states_than_one_pass_takes(
     target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They come where the texts of another drafter were used for long."""
+    """They come where the texts of another drafter were used for long. The other sessions draft between two passes."""
     monkeypatch.setattr(received, "PASS_TOKENS", 3)
     states = states_of(target, PROMPT)
     (guess,) = drafter.draft([ask_for(PROMPT, 4, sent(states, 0, len(PROMPT) - 1))])
+    passes = 1
+    while not guess.tokens:
+        assert not guess.done, "it goes on at once"
+        (guess,) = drafter.draft([ask_for(PROMPT, 4)])
+        passes += 1
+    assert passes == math.ceil((len(PROMPT) - 1) / 3)
     assert list(guess.tokens) == foretold(eagle, states, PROMPT, 4)
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+def test_after_a_rest_it_waits_for_states(
+    target: LlamaForCausalLM, drafter: EagleDrafter, branches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens that were committed without states would take a pass each, for a guess from the wrong state."""
+    states, further = states_of(target, PROMPT), [*PROMPT, *[5] * 40]
+    drafter.draft([ask_for(PROMPT, 4, sent(states, 0, len(PROMPT) - 1))])
+    passes: list[object] = []
+    monkeypatch.setattr(drafter, "_compute", lambda batch: passes.append(batch) or {})
+    (guess,) = drafter.draft([replace(ask_for(further, 4), branches=branches)])
+    assert (guess.tokens, guess.done, passes) == ((), True, [])
 
 
 def test_rare_tokens_take_turns_in_their_places(

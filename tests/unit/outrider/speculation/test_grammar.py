@@ -482,3 +482,24 @@ def test_a_letter_and_the_byte_that_spells_it_are_two_tokens(by_id: bool) -> Non
         assert not by_id or allowed.sum() == 1
         ended = guide.advance([token])
     assert ended == 1
+
+
+@pytest.mark.parametrize("text", ["The quick brown fox jumps over it.", "hello world 112233", "x" * 50, "aabab" * 9])
+def test_guesses_change_no_mask_of_a_text_that_is_given_by_ids(grammars: GrammarCompiler, text: str) -> None:
+    """As `echo` with log probabilities gives it."""
+    ids, chance = spelt(text), random.Random(5)
+    given = asked(lark=ONE_TEXT + "]> <[".join(map(str, ids)) + "]>", ignore_eos=True)
+    guide, done = grammars.compile(given), 0
+    while done < len(ids):
+        ahead = ids[done : done + chance.randrange(1, 9)]
+        paths = [tuple(ahead[:length]) for length in range(len(ahead) + 1)] + [(*ahead[:2], END), (ids[done], 7)]
+        found = guide.allowed(paths, VOCAB)
+        fresh = grammars.compile(given, ids[:done])
+        for path, mask in zip(paths, found, strict=True):
+            assert np.array_equal(mask, fresh.allowed([path], VOCAB)[0]), (done, path)
+            if list(path) == ids[done : done + len(path)] != ids[done:]:
+                assert mask.nonzero()[0].tolist() == [ids[done + len(path)]]
+        count = chance.randrange(1, len(ahead) + 1)
+        ended = guide.advance(ahead[:count])
+        done += count
+    assert ended == count
