@@ -26,10 +26,7 @@ Ids = torch.Tensor | None  # of the columns of logits, ascending; None: the whol
 def adjust_logits(
     request: DraftRequest, logits: torch.Tensor, ids: Ids, tokens: Sequence[int], paths: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, Ids]:
-    """Apply the request's penalties and biases to the logits after `tokens` and each of the paths.
-
-    These and grammars need the whole vocabulary. Otherwise the logits keep their columns.
-    """
+    """Apply penalties and biases to the logits after `tokens` and each path; these need the whole vocabulary."""
     params, history = request.params, None
     if ids is not None:
         if not (params.penalised or params.logit_bias or request.grammar_cursor):

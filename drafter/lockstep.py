@@ -14,10 +14,7 @@ def run_in_lockstep(
     sessions: Mapping[str, Generator[Input, Output, Result]],
     compute: Callable[[dict[str, Input]], Mapping[str, Output]],
 ) -> dict[str, Result]:
-    """Run generators that yield inputs and receive outputs; return their results.
-
-    `compute` gets the inputs of all that still run. A session that it leaves out ends without a result.
-    """
+    """Run generators that yield inputs for `compute` and receive outputs; one left out ends without a result."""
     results: dict[str, Result] = {}
     received: Mapping[str, Output | None] = dict.fromkeys(sessions)
     while received:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import structlog
 
@@ -27,6 +30,9 @@ log = structlog.get_logger(__name__)
 
 MAX_MESSAGES = 1_000
 LARGE_BYTES = 16 * 1024
+HUGE_BYTES = 512 * 1024
+_FOR_HUGE = ThreadPoolExecutor(1, "huge requests")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +83,14 @@ async def prepare(
     """Return the request, resolved; `default_tokens` is the default of `max_tokens`, where the context has room."""
     if request.size > LARGE_BYTES or request.params.grammar is not None:
         # Tokenising megabytes takes seconds and compiling a grammar up to one. Other streams continue meanwhile.
-        return await asyncio.to_thread(resolve, request, target, settings, default_tokens)
+        return await beside(request.size, resolve, request, target, settings, default_tokens)
     return resolve(request, target, settings, default_tokens)
+
+
+async def beside(size: int, work: Callable[..., T], *given: Any) -> T:
+    """Run work on a request beside the event loop, on huge ones one at a time: 4 MiB of text take a GiB to tokenise."""
+    thread = _FOR_HUGE if size > HUGE_BYTES else None
+    return await asyncio.get_running_loop().run_in_executor(thread, copy_context().run, work, *given)
 
 
 def resolve(

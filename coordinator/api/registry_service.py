@@ -77,10 +77,7 @@ class RegistryService(rpc.RegistryServicer):
 
 
 async def _compare_vocabulary(target: Vocabulary, requests: AsyncIterator[pb.RegisterRequest]) -> None:
-    """Compare a drafter's vocabulary with the target's, and raise ModelMismatch for a difference.
-
-    It is read to its end first: an error while the drafter still sends would not reach it.
-    """
+    """Compare a drafter's vocabulary with the target's; it is read to its end, else an error would not arrive."""
     difference: ModelMismatch | None = None
     async for request in requests:
         if request.WhichOneof("message") != "vocabulary":

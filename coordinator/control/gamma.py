@@ -296,10 +296,7 @@ class Controller:
 
 
 def _could_pay(conditions: Conditions, candidates: Iterable[SpeculationPlan]) -> bool:
-    """Return whether any plan would beat plain decoding if every guess were accepted.
-
-    Where tokens of a batch are expensive, a probe would cost much and change nothing.
-    """
+    """Return whether a plan would beat plain decoding if every guess were accepted: else a probe changes nothing."""
     perfect = replace(conditions, acceptance=(1.0,), proposal_rate=1.0, timeout_rate=0.0, throughput_ratios={})
     plain = net_throughput(perfect, PLAIN)
     return any(net_throughput(perfect, plan) > plain for plan in candidates if plan.gamma)

@@ -44,8 +44,10 @@ class RedisConnection:
                 retry=Retry(NoBackoff(), 1),
                 retry_on_error=[redis.ConnectionError],
             )
-        except ValueError as error:
-            raise StartupError(f"redis_url: {error}", field="redis_url") from None
+            pool.make_connection()  # type: ignore[no-untyped-call,unused-ignore]
+        except (ValueError, TypeError):  # whose texts hold parts of a password
+            message = "redis_url is no URL of Redis, or has unknown options; percent-encode / # ? @ in a password"
+            raise StartupError(message, field="redis_url") from None
         self.client = redis.Redis.from_pool(pool)
         self.up = False
         self._skipped = skipped

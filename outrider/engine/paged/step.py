@@ -103,10 +103,7 @@ class ForwardStep:
 
 
 def output_indices(segments: Sequence[Segment], first_of: Mapping[int, int]) -> list[int]:
-    """Return the indices of all tokens that need logits, then of those that need hidden states only.
-
-    `first_of` maps each segment's start to the index of its first token.
-    """
+    """Return the indices of tokens that need logits, then of those that need states only, by segments' starts."""
     logits: list[int] = []
     hidden: list[int] = []
     for segment in segments:

@@ -14,7 +14,7 @@ from coordinator.api.http.agents.bodies import DetokenizeBody, TokenizeChatBody,
 from coordinator.api.http.agents.dialects import manner_of
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.bodies import read_body
-from coordinator.api.preprocess import ClientRequest, admission, check_size, prompt_tokens
+from coordinator.api.preprocess import ClientRequest, admission, beside, check_size, prompt_tokens
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.target import Target
 from outrider.protocol.checks import check_tokens
@@ -50,7 +50,7 @@ class TokensApi:
         body: TokenizeBody = await read_body(request, TokenizeTextBody, TokenizeChatBody)
         with admission(self._sessions.metrics):
             target = await self._sessions.targets.find(body.model)
-            return await asyncio.to_thread(self._tokenized, body, target)
+            return await beside(len(await request.body()), self._tokenized, body, target)
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, DetokenizeBody)
