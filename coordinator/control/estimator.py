@@ -33,7 +33,7 @@ RATIO_BOUNDS = (0.3, 1.5)
 # The credit of speculation on shared cores, in plain steps:
 CREDIT = 0.6  # at the beginning, at most; with less, no probe begins, nor speculation that was suspended
 REFILL = 0.012  # per plain step, up to CREDIT
-DIRECT_CREDIT, DIRECT_REFILL, DIRECT_DEBT = 1.5, 0.03, 0.9  # of drafters without a network, whose guesses mostly gain
+DIRECT_CREDIT, DIRECT_REFILL, DIRECT_DEBT = 1.5, 0.015, 0.9  # of drafters without a network, whose guesses mostly gain
 READING = 2.0  # that an attached drafter costs, as it reads the prompt
 MAX_CREDIT = 6.0  # after gains: what may be lost before a change of the text ends speculation
 MAX_GAINED = 30.0  # by a kind of text, or lost: what many answers may lose before its drafters wait, or refill

@@ -40,8 +40,9 @@ from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.protocol.speculation import SourceTally, Verdict, VerifySteering
 from outrider.v1 import common_pb2 as common
 
-# Of drafters without a network: a draft's start and a tree's level (until measured) in tokens of a chain; a wait, ms.
-DIRECT_START, DIRECT_LEVEL, DIRECT_WAIT_MS = 3, 5.0, 1.0
+# Of drafters without a network: a draft's start and a tree's level (until measured) in tokens of a chain; such a token
+# (until measured) in plain steps; a wait beside the draft's start, ms.
+DIRECT_START, DIRECT_LEVEL, DIRECT_TOKEN, DIRECT_WAIT_MS = 3, 5.0, 0.06, 1.0
 
 log = structlog.get_logger(__name__)
 
@@ -323,9 +324,13 @@ class Drafting:
 def _best_drafter(
     verifier: GuessReceiver, drafter: WorkerConnection, pair: PairEstimate, *, shares_cores: bool
 ) -> BestDrafter:
-    round_trips_ms = DIRECT_WAIT_MS if pair.direct else verifier.connection.round_trip_ms + drafter.round_trip_ms
-    level_ms = pair.level_ms.value or (DIRECT_LEVEL * pair.draft_ms.value if pair.direct else None)
-    return BestDrafter(round_trips_ms, pair.draft_ms.value, level_ms, shares_cores)
+    if not pair.direct:
+        round_trips_ms = verifier.connection.round_trip_ms + drafter.round_trip_ms
+        return BestDrafter(round_trips_ms, pair.draft_ms.value, pair.level_ms.value or None, shares_cores)
+    cost = verifier.connection.info.load.cost
+    draft_ms = pair.draft_ms.value or (DIRECT_TOKEN * cost.at(1) if cost.rows else 0.0)
+    level_ms = pair.level_ms.value or DIRECT_LEVEL * draft_ms
+    return BestDrafter(DIRECT_WAIT_MS + DIRECT_START * draft_ms, draft_ms, level_ms, shares_cores)
 
 
 def _log_plan(control: Controller) -> None:

@@ -283,3 +283,24 @@ def test_ctrl_c_while_a_model_is_loaded_ends_it(models: Models, module: str) -> 
 
 def test_a_wrong_address_is_told_before_a_model_is_loaded() -> None:
     assert_told(run("verifier", "--coordinators", "here"), 1, "coordinators is 'here', must be host:port")
+
+
+def test_a_closed_terminal_ends_a_service_in_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "coordinator", "--port", "0", "--http-port", "-1"]
+    env = {**environment(), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env
+    ) as one:
+        assert one.stdout is not None
+        assert any("serving" in line for line in one.stdout)
+        one.send_signal(signal.SIGHUP)
+        assert "draining" in one.stdout.read()
+        assert one.wait(20) == 0
+    assert not list(tmp_path.glob("outrider-redis-*")), "prompts are in it"
+
+
+@pytest.mark.parametrize("url", ["redis://:sec/ret@127.0.0.1:1/0", "redis://:sec#ret@h:1/0", "redis://h:1/0?sec=ret"])
+def test_a_wrong_redis_url_is_told_without_its_password(url: str) -> None:
+    done = run("coordinator", "--port", "0", "--http-port", "-1", REDIS_URL=url)
+    assert_told(done, 1, "redis_url is no URL of Redis", "percent-encode")
+    assert "sec" not in done.stderr

@@ -68,6 +68,6 @@ async def test_an_unreachable_redis_is_logged_once_also_at_the_start() -> None:
 
 @pytest.mark.parametrize("url", ["garbage", "redis://:secret@host:port/0"])
 async def test_a_url_that_is_none_is_told_in_a_sentence_without_its_password(url: str) -> None:
-    with pytest.raises(StartupError, match="redis_url: ") as caught:
+    with pytest.raises(StartupError, match="redis_url is no URL of Redis") as caught:
         RedisConnection(url, lambda *_: None)
     assert "secret" not in caught.value.message

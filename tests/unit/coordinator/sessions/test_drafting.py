@@ -18,7 +18,15 @@ from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRecord, SessionRequest, SpeculationOptions
 from coordinator.persistence.store import Store
 from coordinator.sessions.drafter_stream import DrafterStream
-from coordinator.sessions.drafting import DIRECT_WAIT_MS, Drafting, DraftingContext
+from coordinator.sessions.drafting import (
+    DIRECT_LEVEL,
+    DIRECT_START,
+    DIRECT_TOKEN,
+    DIRECT_WAIT_MS,
+    Drafting,
+    DraftingContext,
+    _best_drafter,
+)
 from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.streams import VerifierStream
 from coordinator.workers.choosers import DrafterChooser
@@ -321,6 +329,25 @@ async def test_the_next_drafter_is_judged_by_its_own_network(monkeypatch: pytest
         assert estimator.pair.direct is beside
         assert estimator.pair.least_credit == (DIRECT_CREDIT if beside else CREDIT)
         assert not estimator._network_ms.known, "measured with another one"
+    await session.connection.close()
+
+
+@pytest.mark.parametrize("measured", [False, True])
+async def test_a_draft_without_a_network_takes_time_before_it_is_measured(measured: bool) -> None:
+    """Else trees look free, and all waits of a first answer end in vain."""
+    session = Session([10])
+    session.pair.link(trust=True)
+    load = WorkerLoad(cost=CostCurve((1, 9), (6.0, 8.0)))
+    verifier: Any = SimpleNamespace(connection=SimpleNamespace(info=SimpleNamespace(load=load)))
+    if measured:
+        session.pair.draft_ms.add(0.5)
+    best = _best_drafter(verifier, session.connection, session.pair, shares_cores=True)
+    token_ms = 0.5 if measured else DIRECT_TOKEN * 6.0
+    assert best.draft_ms == pytest.approx(token_ms)
+    assert best.level_ms == pytest.approx(DIRECT_LEVEL * token_ms)
+    assert best.round_trips_ms == pytest.approx(DIRECT_WAIT_MS + DIRECT_START * token_ms), (
+        "its start is not part of a token"
+    )
     await session.connection.close()
 
 

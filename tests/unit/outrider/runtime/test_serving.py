@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
+import pytest
 
-from outrider.runtime.serving import RunningCalls
+from outrider.base.aio import critical_task
+from outrider.base.config import Settings
+from outrider.protocol.errors import StartupError
+from outrider.runtime.serving import RunningCalls, serve
+from outrider.security.credentials import Credentials
 
 METHOD = "/test.Test/Watch"
 
@@ -44,3 +49,41 @@ async def test_a_handler_that_a_stopped_server_has_cancelled_may_take_its_time_t
     finally:
         finish.set()
         await server.stop(None)
+
+
+class Failing:
+    """A service whose loop ends with an error."""
+
+    names = ()
+    interceptors = ()
+
+    def __init__(self, settings: Settings) -> None:
+        self.credentials = Credentials(settings)
+        self.auth_interceptor = RunningCalls()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Add nothing: nobody calls."""
+
+    async def start(self, port: int) -> None:
+        async def loop() -> None:
+            raise RuntimeError("the device is gone")
+
+        self.task = critical_task(loop(), "steps")
+
+    def drain(self) -> None:
+        """Nothing runs."""
+
+    def busy(self) -> bool:
+        return False
+
+    def ready(self) -> bool:
+        return True
+
+    async def stop(self) -> None:
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+async def test_a_service_whose_loop_fails_does_not_end_as_if_all_were_well() -> None:
+    settings = Settings(host="127.0.0.1", port=0)
+    with pytest.raises(StartupError, match="its steps failed"):
+        await asyncio.wait_for(serve(cast(Any, Failing(settings)), settings), 30)
