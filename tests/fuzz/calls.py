@@ -24,6 +24,7 @@ from tests.fuzz.values import SESSION
 ANSWER_S = 5.0
 LISTEN_S = 0.15  # if no answer is required
 LONG_S = 0.3  # for a long answer
+REPORT_S = 0.05  # between two reports of a worker that a coordinator reads
 REPLIES = 40
 MAX_MESSAGE = 4_000  # characters of an error: no input of megabytes is echoed
 MAX_HEARD = 300_000
@@ -113,7 +114,7 @@ async def _speak(
         patience = LONG_S if long else ANSWER_S
     else:
         stream = channel.stream_stream(method)()
-        patience = ANSWER_S
+        patience = ANSWER_S + REPORT_S * len(messages) * method.endswith("/Register")
         await _write(stream, messages, end)
     try:
         if end == ABANDON:
@@ -156,9 +157,9 @@ async def _read(stream: Any, patience: float, end: str, outcome: Outcome) -> Non
             async with asyncio.timeout(patience):
                 reply = await stream.read()
         except TimeoutError:
-            if patience == ANSWER_S and end == HALF_CLOSE:
+            if patience >= ANSWER_S and end == HALF_CLOSE:
                 outcome.late = True
-                outcome.problem = f"no end in {ANSWER_S:g} s after all was said; {len(outcome.replies)} replies came"
+                outcome.problem = f"no end in {patience:g} s after all was said; {len(outcome.replies)} replies came"
             outcome.result = outcome.result or "cancelled by us"
             return
     if reply is grpc.aio.EOF:
