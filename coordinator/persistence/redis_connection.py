@@ -45,7 +45,7 @@ class RedisConnection:
                 retry_on_error=[redis.ConnectionError],
             )
             pool.make_connection()  # type: ignore[no-untyped-call,unused-ignore]
-        except (ValueError, TypeError):  # whose texts hold parts of a password
+        except (ValueError, TypeError, redis.RedisError):  # whose texts hold parts of a password
             message = "redis_url is no URL of Redis, or has unknown options; percent-encode / # ? @ in a password"
             raise StartupError(message, field="redis_url") from None
         self.client = redis.Redis.from_pool(pool)

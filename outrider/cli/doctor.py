@@ -137,9 +137,11 @@ def _redis() -> Iterator[Finding]:
     try:
         with embedded_redis() if url is None else nullcontext(url) as address:
             redis.Redis.from_url(address, socket_timeout=2, socket_connect_timeout=2).ping()
-    except (StartupError, redis.RedisError, OSError, ValueError) as error:
+    except (StartupError, redis.RedisError, OSError, ValueError, TypeError) as error:
         advice = "start it, or unset REDIS_URL to use the embedded one" if url else "set REDIS_URL to one of your own"
-        found = "not a valid URL" if isinstance(error, ValueError) else error  # whose text may hold part of a password
+        found = (
+            "not a valid URL" if isinstance(error, ValueError | TypeError) else error
+        )  # whose text may hold part of a password
         yield Finding("redis", "bad", f"{_redacted(url) if url else 'embedded'}: {found}", advice)
         return
     yield Finding("redis", "ok", _redacted(url) if url else "embedded (no REDIS_URL): starts and answers")

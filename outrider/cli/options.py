@@ -57,8 +57,6 @@ Plain = Annotated[bool, option("--plain", "Disable speculation; the same as --ga
 
 def connect(flags: Mapping[str, Any]) -> Client:
     """Return a client of the coordinators given by the flags of a command."""
-    if flags.get("plain") and flags["gamma"]:
-        raise InvalidRequest.of("--gamma", flags["gamma"], "left out with --plain")
     return Client(
         allowed(flags["endpoint"], allow_remote=True),
         timeout_s=flags.get("timeout_s"),

@@ -347,4 +347,4 @@ def _with_port(command: list[str], flag: str, address: str) -> list[str]:
 def _way_of(process: subprocess.Popen[str] | None) -> str:
     """Return how a process has ended."""
     code = process.returncode if process is not None else 0
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+    return f"by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with status {code}"

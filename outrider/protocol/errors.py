@@ -52,7 +52,7 @@ class InvalidRequest(OutriderError, code="invalid_request", grpc="INVALID_ARGUME
 
 
 class ContextExceeded(InvalidRequest, code="context_length_exceeded", grpc="INVALID_ARGUMENT", http=400):
-    """Error for a prompt that leaves no room in the context, by the code and in the words that agents know."""
+    """Error for a request without room in the context, by the code and in the words that agents know."""
 
 
 class Unauthenticated(OutriderError, code="unauthenticated", grpc="UNAUTHENTICATED", http=401):

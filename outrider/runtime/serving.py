@@ -63,7 +63,7 @@ class Service(Protocol):
 
 
 async def serve(service: Service, settings: Settings, ready: Callable[[str], None] = lambda _: None) -> None:
-    """Run until SIGTERM or SIGINT, then drain and stop."""
+    """Run until SIGTERM, SIGINT or SIGHUP, then drain and stop."""
     raise_descriptor_limit()
     calls = RunningCalls()
     server = grpc.aio.server(options=server_options(settings), interceptors=[calls, *interceptors(service, settings)])

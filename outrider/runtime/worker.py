@@ -25,7 +25,9 @@ def run_worker(name: str, settings: WorkerSettings, build: Callable[[Callable[[s
     coordinators(settings)
 
     async def run() -> None:
-        interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)  # else asyncio waits for its end
+        interrupted = signal.getsignal(signal.SIGINT)
+        if interrupted != signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio's waits for the end of `build`
         service = build(report_progress)
         signal.signal(signal.SIGINT, interrupted)
         release_threads()  # another thread runs the model

@@ -57,13 +57,9 @@ class EventStream(Response):
             await write(b"" if self._first.startswith(_TYPED) else DONE, more=False)
 
 
-# Some clients take them for ends of a line.
-_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
-
-
 def _event(data: Mapping[str, Any]) -> bytes:
     name = _TYPED + data["type"].encode() + b"\n" if "type" in data else b""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    if not text.isascii():
-        text = text.translate(_LINE_ENDS)
+    # Some clients take these for ends of a line.
+    text = text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return name + b"data: " + text.encode() + b"\n\n"

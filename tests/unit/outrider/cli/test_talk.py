@@ -79,7 +79,6 @@ def test_endpoints_may_be_divided_by_commas_and_blanks(monkeypatch: pytest.Monke
         (["--gamma", "65"], "less than or equal to 64"),
         (["--branches", "99"], "less than or equal to 8"),
         (["--timeout-s", "0"], "greater than or equal to 0.001"),
-        (["--plain", "--gamma", "3"], "--gamma is 3, must be left out with --plain"),
         (["--endpoint", "here"], "endpoint is here, must be host:port"),
         (["--endpoint", "127.0.0.1:99999"], "must be host:port"),
         (["--endpoint", "127.0.0.1:1,,"], "failed to connect"),
