@@ -85,7 +85,7 @@ class Engine(Protocol):
         """Begin a session with the cached blocks of the same tokens and salt; return the number of tokens found."""
 
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
-        """Run one pass over new tokens of several sessions, and cache them; raise Overloaded when the cache is full."""
+        """Run one pass over new tokens and cache them, or raise Overloaded; the result is valid until the next call."""
 
     def truncate(self, session: str, length: int) -> None:
         """Drop the tokens after the first `length` from a session's cache."""

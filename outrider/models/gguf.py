@@ -150,7 +150,10 @@ def rows_in_safetensors(folder: Path | str, model: PreTrainedModel) -> dict[str,
     rows, files = {}, dict[str, Any]()
     single, index = Path(folder) / "model.safetensors", Path(folder) / "model.safetensors.index.json"
     shards = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ()
-    for path in [single] if single.is_file() else sorted({Path(folder) / name for name in shards}):
+    paths = [single] if single.is_file() else sorted({Path(folder) / name for name in shards})
+    if not all(path.is_file() for path in paths):  # a download goes on, or was interrupted
+        return {}
+    for path in paths:
         opened: Any = safe_open(path, framework="pt")
         files |= dict.fromkeys(opened.keys(), opened)
     for name, weight in model.named_parameters():

@@ -91,16 +91,18 @@ async def test_who_reads_late_may_ask_again(
     assert await asyncio.wait_for(read(client, 10), 5.0) >= 10, "nothing was left to read: the connection is open"
 
 
-@pytest.mark.parametrize(("part", "whole"), [(10_000, True), (1_000, False)], ids=["steadily", "a trickle"])
+@pytest.mark.parametrize(
+    ("timeout_s", "part", "whole"), [(2.0, 10_000, True), (0.6, 500, False)], ids=["steadily", "a trickle"]
+)
 async def test_who_reads_slowly_gets_all_of_it(client: socket.socket, timeout_s: float, part: int, whole: bool) -> None:
     """As long as it takes bytes as fast as bodies must come."""
-    size, loop = 150_000, asyncio.get_running_loop()
+    size, loop = 200_000, asyncio.get_running_loop()
     await loop.sock_sendall(client, REQUEST % size)
     received = 0
     with contextlib.suppress(ConnectionResetError):
         while received < size:
             received += await read_once(client, part)
-            await asyncio.sleep(timeout_s / 4)
+            await asyncio.sleep(0.08 if whole else timeout_s / 4)
     assert (received >= size) is whole
 
 

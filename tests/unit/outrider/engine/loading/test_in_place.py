@@ -154,3 +154,16 @@ def test_a_hub_ids_weights_stay_in_their_files_too(tmp_path: Path, monkeypatch: 
     for model in loaded:
         assert model is not None
         assert sum(hasattr(weight, "quantized") for weight in model.parameters()) > 5
+
+
+def test_weights_that_are_not_all_there_are_left_to_the_hub(tmp_path: Path) -> None:
+    """As while another process downloads them."""
+    folder = in_bfloat16(tmp_path, "toy")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    config = AutoConfig.from_pretrained(folder)
+    assert gguf.load_in_place(folder, loader.dequantize, config) is not None
+    shards[-1].unlink()
+    assert gguf.load_in_place(folder, loader.dequantize, config) is None
