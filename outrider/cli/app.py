@@ -86,7 +86,7 @@ def main() -> None:
     try:
         app(prog_name="outrider")
     except OutriderError as error:
-        hint = "\nIs a coordinator running there (`outrider up`), with TLS (--tls-ca) or without?"
+        hint = "\nIs a coordinator running there? `outrider up` starts one. One with TLS needs --tls-ca."
         hint = hint if isinstance(error, PeerLost) else ""
         typer.echo(f"outrider: {error.message}{hint}", err=True)
         sys.exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -267,11 +268,33 @@ def test_a_drafter_without_a_model_takes_no_engine() -> None:
     assert_told(run("drafter", "--kind", "suffix", "--engine", "mock"), 1, "must be mock with --engine mock")
 
 
+@contextlib.contextmanager
+def started(*command: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that heeds all signals, also where these tests run with some ignored, as under `nohup`."""
+    ignored = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGINT)}
+    try:
+        running = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=environment(**env),
+        )
+    finally:
+        for number, handler in ignored.items():
+            signal.signal(number, handler)
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.communicate()
+
+
 @pytest.mark.parametrize("module", ["verifier", "drafter"])
 def test_ctrl_c_while_a_model_is_loaded_ends_it(models: Models, module: str) -> None:
     model = ["--kind", "model", "--model", str(models.draft)] if module == "drafter" else []
-    command = [sys.executable, "-m", module, "--target", str(models.target), *model]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as loading:
+    with started(module, "--target", str(models.target), *model) as loading:
         assert loading.stdout is not None
         assert any("loading" in line for line in loading.stdout)
         loading.send_signal(signal.SIGINT)
@@ -286,16 +309,13 @@ def test_a_wrong_address_is_told_before_a_model_is_loaded() -> None:
 
 
 def test_a_closed_terminal_ends_a_service_in_order(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "coordinator", "--port", "0", "--http-port", "-1"]
-    env = {**environment(), "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env
-    ) as one:
-        assert one.stdout is not None
-        assert any("serving" in line for line in one.stdout)
-        one.send_signal(signal.SIGHUP)
-        assert "draining" in one.stdout.read()
-        assert one.wait(20) == 0
+    with started("coordinator", "--port", "0", "--http-port", "-1", TMPDIR=str(tmp_path)) as serving:
+        assert serving.stdout is not None
+        assert any("serving" in line for line in serving.stdout)
+        serving.send_signal(signal.SIGHUP)
+        rest, _ = serving.communicate(timeout=60)
+    assert "draining" in rest
+    assert serving.returncode == 0
     assert not list(tmp_path.glob("outrider-redis-*")), "prompts are in it"
 
 

@@ -78,7 +78,7 @@ async def test_redis_is_started_again_ends_last_and_its_sessions_stay(models: Mo
             after = await generate(stub, ask("Hello again", max_tokens=8))
             drafter = service(running, "drafter")
             os.kill(drafter, signal.SIGKILL)
-            running.said("drafter-1 (died with status -9, restarting)")
+            running.said(r"drafter-1 (died by signal 9 \(Killed\), restarting)")
             assert until(lambda: service(running, "drafter") not in (0, drafter), 20, "another drafter")
 
             end = await until_async(lambda: _kept(after, second), 10, "record in the new one")
