@@ -8,7 +8,7 @@ import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from outrider.protocol.errors import Overloaded
+from outrider.protocol.errors import InvalidRequest, Overloaded
 
 UNCOUNTED = 64 * 1024  # bytes of a request outside the budget: small requests are always read
 TRIM_AFTER_S = 1.0  # gRPC frees what it has received of a message only some time after its call has ended
@@ -45,6 +45,8 @@ class ByteBudget:
             return
         if self._held + more > self.limit:
             self._trim_later()  # part of the request is in memory
+            if more + share.held > self.limit:
+                raise InvalidRequest.of("request", f"over {self.limit} bytes", f"at most {self.limit} bytes")
             message = f"requests of {self._held} bytes are being read already"
             limit = f"{self.limit} bytes of all requests together"
             raise Overloaded(message, field="request", value=size, limit=limit, retry_after_ms=1000)

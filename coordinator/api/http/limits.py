@@ -10,7 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.admission.byte_budget import ByteBudget, ByteShare
+from coordinator.admission.byte_budget import UNCOUNTED, ByteBudget, ByteShare
 from coordinator.api.http.connections import KNOWN, MIN_BYTES_PER_S
 from coordinator.api.http.failures import respond
 from outrider.base.aio import background
@@ -82,7 +82,7 @@ class BodyReader:
 
     def __init__(self, app: ASGIApp, limit: int, timeout_s: float, budget: ByteBudget) -> None:
         self._app = app
-        self._limit = limit
+        self._limit = min(limit, budget.limit + UNCOUNTED)
         self._timeout_s = timeout_s
         self._budget = budget
 

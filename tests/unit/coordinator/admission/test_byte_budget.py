@@ -9,7 +9,7 @@ import pytest
 from coordinator.admission import byte_budget
 from coordinator.admission.byte_budget import UNCOUNTED, ByteBudget
 from outrider.base.aio import until
-from outrider.protocol.errors import Overloaded
+from outrider.protocol.errors import InvalidRequest, Overloaded
 
 TRIM_AFTER_S = 0.05
 
@@ -28,3 +28,14 @@ async def test_memory_that_was_freed_after_a_timer_was_set_is_given_back_too(mon
         freed = asyncio.get_running_loop().time()
     assert await until(lambda: budget._trimming is None, 5), "it is quiet in the end"
     assert trims[-1] - freed >= 0.9 * TRIM_AFTER_S
+
+
+async def test_a_request_beyond_the_budget_is_not_to_be_tried_again() -> None:
+    budget = ByteBudget(100)
+    with budget.share() as share, pytest.raises(InvalidRequest, match="request is over 100 bytes"):
+        budget.take(share, UNCOUNTED + 101)
+    with budget.share() as first, budget.share() as share:
+        budget.take(first, UNCOUNTED + 60)
+        with pytest.raises(Overloaded, match="requests of 60 bytes are being read") as beside:
+            budget.take(share, UNCOUNTED + 60)
+    assert beside.value.retry_after_ms == 1000
