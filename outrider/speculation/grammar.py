@@ -130,7 +130,7 @@ class GrammarMatcher:
         if not set(self._ends).isdisjoint(path):
             return None
         reason = ""
-        for _ in range(2):
+        for first in (True, False):
             if self._move_to(path):
                 if path and self._matcher.is_stopped():
                     return None
@@ -138,7 +138,8 @@ class GrammarMatcher:
                 if not self._matcher.is_error():
                     return mask
             reason = self._matcher.get_error()
-            self._restart()
+            if first or self._matcher.is_error():
+                self._restart()
         if not path:
             raise self._failed(reason)
         return None
