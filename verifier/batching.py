@@ -47,12 +47,12 @@ class ScheduledSession(NamedTuple):
         layers = [layer for spec in self.states for layer in spec.layers]
         if not self.verifies:
             return SessionTokens(key, self.pending, logits_from=last + 1, hidden_from=hidden_from, layers=layers)
-        parents = (*range(-1, last), *(last + 1 + parent for parent in self.block.shape.parents))
+        # Most blocks are chains, for which the engine needs no mask over every pair of tokens.
+        parents = (*range(-1, last), *(last + 1 + parent for parent in self.block.parents)) if self.block.parents else ()
         return SessionTokens(
             key,
             self.pending + self.block.tokens,
-            # Most blocks are chains, for which the engine needs no mask over every pair of tokens.
-            parents if self.block.parents else (),
+            parents,
             logits_from=last,
             hidden_from=hidden_from,
             layers=layers,

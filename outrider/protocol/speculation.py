@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, pairwise
 from typing import TypeVar
 
@@ -130,6 +130,8 @@ class TreeShape:
     @classmethod
     def of(cls, parents: Sequence[int], num_nodes: int) -> TreeShape:
         """Return the shape of a guess: a chain where it states no parents."""
+        if not parents and num_nodes <= MAX_NODES:
+            return _chain(num_nodes)
         return cls(tuple(parents) if parents else tuple(range(ROOT, num_nodes - 1)))
 
     def accumulate(self, items: Iterable[Item], combine: Callable[[Value, Item], Value], start: Value) -> list[Value]:
@@ -171,6 +173,11 @@ class TreeShape:
                 inside.add(node)
                 found.append(node)
         return found
+
+
+@cache
+def _chain(num_nodes: int) -> TreeShape:
+    return TreeShape(tuple(range(ROOT, num_nodes - 1)))
 
 
 def path_to(node: int, parents: Sequence[int]) -> list[int]:

@@ -169,6 +169,8 @@ class GuessTree:
 
         None is deeper than `max_depth`. `chain` leaves branches out: each guess hangs from the one before it.
         """
+        if not self._root.children:
+            return Guess(len(self._committed), 0, 0, ())
         parents: list[int] = []
         nodes: list[Node] = []
         seen = 0  # orders equal probabilities
