@@ -19,6 +19,7 @@ from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
 from outrider.observability.tracing import OFF, Tracing
 from outrider.protocol import convert, message_limits
+from outrider.protocol.checks import check_count
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.runtime.worker_service import WorkerService
@@ -97,7 +98,7 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
 
 def _opening(request: pb.DraftRequest) -> DraftOpening:
     fields, given = convert.opening_fields(request), request.open
-    message_limits.check_count("open.eos_token_ids", len(given.eos_token_ids), "ids", message_limits.MAX_EOS_IDS)
+    check_count("open.eos_token_ids", len(given.eos_token_ids), message_limits.MAX_EOS_IDS, "ids")
     return DraftOpening(
         **fields,
         vocab_size=given.vocab_size,

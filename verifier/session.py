@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from outrider.protocol.checks import MAX_EPOCH, check_salt, check_tokens
+from outrider.protocol.checks import MAX_EPOCH, check_count, check_salt, check_tokens
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.earlier_states import EarlierStates
@@ -155,8 +155,7 @@ class VerifySession:
 
     def add_guess(self, guess: Guess) -> None:
         """Check a guess and add it to the tree; raise InvalidRequest if it is invalid."""
-        if len(guess.tokens) > MAX_GAMMA:
-            raise InvalidRequest.of("guess.tokens", f"{len(guess.tokens)} tokens", f"at most {MAX_GAMMA} tokens")
+        check_count("guess.tokens", len(guess.tokens), MAX_GAMMA, "tokens")
         check_tokens("guess.tokens", guess.tokens, self._vocab_size)
         wanted = len(guess.tokens) if self.params.mode.needs_draft_probs else 0
         if len(guess.draft_probs) != wanted:

@@ -19,7 +19,7 @@ from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol import convert
-from outrider.protocol.checks import check_salt, check_tokens
+from outrider.protocol.checks import check_count, check_salt, check_tokens
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import SamplingParams
@@ -114,7 +114,7 @@ def prompt_tokens(request: ClientRequest, target: Target, limit: int) -> tuple[i
     """Return the input as tokens. Raises InvalidRequest for more than `limit` bytes."""
     if request.prompt is not None:
         kind = "prompt"
-        check_size("prompt", len(request.prompt.encode()), limit)
+        check_count("prompt", len(request.prompt.encode()), limit, "bytes")
         if not request.prompt:
             raise InvalidRequest.of("prompt", "empty", "some text")
         tokens = target.encode(request.prompt)
@@ -123,20 +123,15 @@ def prompt_tokens(request: ClientRequest, target: Target, limit: int) -> tuple[i
         count = len(request.chat.messages)
         if not 1 <= count <= MAX_MESSAGES:
             raise InvalidRequest.of("chat.messages", f"{count} messages", f"1 to {MAX_MESSAGES} messages")
-        check_size("chat.messages", sum(len(text.encode()) for text in request.chat.texts()), limit)
+        check_count("chat.messages", sum(len(text.encode()) for text in request.chat.texts()), limit, "bytes")
         tokens = target.encode_chat(request.chat)
     elif request.tokens is not None:
         kind = "tokens"
         tokens = tuple(request.tokens)
-        check_size("tokens.ids", len(tokens), limit)
+        check_count("tokens.ids", len(tokens), limit, "bytes")
         check_tokens("tokens.ids", tokens, target.info.vocab_size)
     else:
         raise InvalidRequest.of("input", "absent", "one of prompt, chat, tokens")
     if not tokens:
         raise InvalidRequest.of(kind, "no tokens", "at least one token")
     return tokens
-
-
-def check_size(field: str, size: int, limit: int) -> None:
-    if size > limit:
-        raise InvalidRequest.of(field, f"{size} bytes", f"at most {limit} bytes")

@@ -21,7 +21,7 @@ from coordinator.sessions.verdicts import SentMessages, VerdictReader
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import OFF
 from outrider.protocol import convert, message_limits
-from outrider.protocol.checks import MAX_IDS, check_number, check_tokens
+from outrider.protocol.checks import MAX_IDS, check_count, check_number, check_tokens
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.speculation import MAX_GAMMA, FinishReason, SessionOpening, VerifySteering
@@ -131,7 +131,7 @@ class AttachedSession:
 
 
 def _model(opening: pb.OpenAttached, tenant_id: str) -> ModelInfo:
-    message_limits.check_bytes("open.model", opening.model, message_limits.MAX_SMALL_BYTES)
+    check_count("open.model", opening.model.ByteSize(), message_limits.MAX_SMALL_BYTES, "bytes")
     model = convert.model_from_proto(opening.model)
     if not model.vocabulary_digest:
         raise InvalidRequest.of("open.model.vocabulary_digest", "empty", "the digest of the vocabulary")
@@ -142,7 +142,7 @@ def _model(opening: pb.OpenAttached, tenant_id: str) -> ModelInfo:
 
 
 def _record(opening: pb.OpenAttached, model: ModelInfo, salt: str, tenant_id: str) -> SessionRecord:
-    message_limits.check_count("open.tokens", len(opening.tokens), "tokens", message_limits.MAX_OPEN_TOKENS)
+    check_count("open.tokens", len(opening.tokens), message_limits.MAX_OPEN_TOKENS, "tokens")
     if not 1 <= opening.max_guesses <= MAX_GAMMA:
         raise InvalidRequest.of("open.max_guesses", opening.max_guesses, f"in [1, {MAX_GAMMA}]")
     params = convert.params_from_proto(opening.params)

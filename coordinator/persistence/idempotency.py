@@ -12,7 +12,8 @@ import structlog
 from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.session_record import SessionRequest
 from coordinator.persistence.store import Store
-from outrider.protocol.errors import Conflict, InvalidRequest
+from outrider.protocol.checks import check_count
+from outrider.protocol.errors import Conflict
 from outrider.security.tenants import tenant
 
 log = structlog.get_logger(__name__)
@@ -56,8 +57,7 @@ class IdempotencyKeys:
 
 def check_key(key: str) -> None:
     """Raise InvalidRequest if an idempotency key is too long."""
-    if len(key) > MAX_KEY_CHARACTERS:
-        raise InvalidRequest.of("idempotency_key", f"{len(key)} characters", f"at most {MAX_KEY_CHARACTERS} characters")
+    check_count("idempotency_key", len(key), MAX_KEY_CHARACTERS, "characters")
 
 
 def _name(key: str) -> str:

@@ -8,18 +8,13 @@ from typing import Any
 from outrider.protocol.errors import InvalidRequest
 
 MAX_ID_CHARACTERS = 128
-
 MAX_EPOCH = 10**15 - 1  # Redis counts exactly up to here
-
 MAX_SALT_CHARACTERS = 256
+MAX_IDS = 1 << 22  # of a vocabulary
 
 
 def check_salt(name: str, salt: str) -> None:
-    if len(salt) > MAX_SALT_CHARACTERS:
-        raise InvalidRequest.of(name, f"{len(salt)} characters", f"at most {MAX_SALT_CHARACTERS} characters")
-
-
-MAX_IDS = 1 << 22  # of a vocabulary
+    check_count(name, len(salt), MAX_SALT_CHARACTERS, "characters")
 
 
 def check_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> None:
@@ -47,9 +42,9 @@ def _plain(limit: float) -> str:
     return str(int(limit)) if limit == int(limit) else str(limit)
 
 
-def check_count(name: str, count: int, high: int) -> None:
+def check_count(name: str, count: int, high: int, unit: str = "entries") -> None:
     if count > high:
-        raise InvalidRequest.of(name, f"{count} entries", f"at most {high} entries")
+        raise InvalidRequest.of(name, f"{count} {unit}", f"at most {high} {unit}")
 
 
 def check_token(name: str, token: int, vocab_size: int | None) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 from google.protobuf.message import Message
 
 from outrider.protocol import message_limits
+from outrider.protocol.checks import check_count
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import KINDS, InvalidRequest, OutriderError
 from outrider.protocol.fieldwise import from_plain
@@ -71,7 +72,7 @@ def opening_fields(request: Any) -> dict[str, Any]:
     if kind != "open":
         raise InvalidRequest.of("first message", kind or "empty", "open")
     given = request.open
-    message_limits.check_count("open.tokens", len(given.tokens), "tokens", message_limits.MAX_OPEN_TOKENS)
+    check_count("open.tokens", len(given.tokens), message_limits.MAX_OPEN_TOKENS, "tokens")
     return {
         "session_id": given.session_id,
         "epoch": given.epoch,
@@ -173,7 +174,7 @@ def hidden_states_from_proto(proto: common.HiddenStates) -> HiddenStates:
 
 def state_spec_from_proto(proto: common.StateSpec) -> StateSpec:
     """Return the spec; raise InvalidRequest for one that no drafter can have."""
-    message_limits.check_count("state_spec.layers", len(proto.layers), "layers", MAX_STATE_LAYERS)
+    check_count("state_spec.layers", len(proto.layers), MAX_STATE_LAYERS, "layers")
     spec: StateSpec = _incoming(StateSpec, proto)
     spec.check("state_spec")
     return spec

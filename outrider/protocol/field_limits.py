@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from outrider.protocol.checks import MAX_ID_CHARACTERS, MAX_SALT_CHARACTERS
+from outrider.protocol.checks import MAX_ID_CHARACTERS, MAX_SALT_CHARACTERS, check_count
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import MAX_STOP_CHARACTERS
 
@@ -60,8 +60,8 @@ def check_fields(message: Any, where: str = "") -> None:
                 check_fields(getattr(message, field.name), f"{place}.")
             continue
         content = getattr(message, field.name)
-        if field.most is not None and len(content) > field.most:
-            raise InvalidRequest.of(place, f"{len(content)} entries", f"at most {field.most} entries")
+        if field.most is not None:
+            check_count(place, len(content), field.most)
         if field.message:
             for index, one in enumerate(content):
                 check_fields(one, f"{place}[{index}].")

@@ -6,8 +6,7 @@ message of megabytes is refused as quickly as a short one.
 
 from __future__ import annotations
 
-from google.protobuf.message import Message
-
+from outrider.protocol.checks import check_count
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.hidden_states.limits import check_rows
 from outrider.protocol.speculation import MAX_CANDIDATES, MAX_GAMMA
@@ -26,27 +25,15 @@ MAX_SMALL_BYTES = 16 * 1024  # a message without guesses, hidden states and logp
 MAX_DRAFTER_MESSAGE_BYTES = MAX_GUESS_BYTES + MAX_SMALL_BYTES
 
 
-def check_bytes(name: str, message: Message, limit: int) -> None:
-    """Raise InvalidRequest if the whole message, unknown fields included, exceeds the limit."""
-    size = message.ByteSize()
-    if size > limit:
-        raise InvalidRequest.of(name, f"{size} bytes", f"at most {limit} bytes")
-
-
-def check_count(name: str, count: int, what: str, limit: int) -> None:
-    if count > limit:
-        raise InvalidRequest.of(name, f"{count} {what}", f"at most {limit} {what}")
-
-
 def check_guess(guess: common.Guess) -> None:
-    check_count("guess.tokens", len(guess.tokens), "tokens", MAX_GAMMA)
-    check_count("guess.parents", len(guess.parents), "parents", MAX_GAMMA)
-    check_count("guess.draft_probs", len(guess.draft_probs), "distributions", MAX_GAMMA)
+    check_count("guess.tokens", len(guess.tokens), MAX_GAMMA, "tokens")
+    check_count("guess.parents", len(guess.parents), MAX_GAMMA, "parents")
+    check_count("guess.draft_probs", len(guess.draft_probs), MAX_GAMMA, "distributions")
     for index, distribution in enumerate(guess.draft_probs):
         name = f"guess.draft_probs[{index}]"
-        check_count(f"{name}.id_deltas", len(distribution.id_deltas), "ids", MAX_CANDIDATES)
-        check_count(f"{name}.weights", len(distribution.weights), "weights", MAX_CANDIDATES)
-    check_bytes("guess", guess, MAX_GUESS_BYTES)
+        check_count(f"{name}.id_deltas", len(distribution.id_deltas), MAX_CANDIDATES, "ids")
+        check_count(f"{name}.weights", len(distribution.weights), MAX_CANDIDATES, "weights")
+    check_count("guess", guess.ByteSize(), MAX_GUESS_BYTES, "bytes")  # unknown fields included
     if guess.parents and len(guess.parents) != len(guess.tokens):
         raise InvalidRequest.of("guess.parents", f"{len(guess.parents)} parents", f"none or {len(guess.tokens)}")
     for i, parent in enumerate(guess.parents):
@@ -56,15 +43,16 @@ def check_guess(guess: common.Guess) -> None:
 
 def check_verify_request(request: verify.VerifyRequest) -> None:
     """Raise InvalidRequest for an oversized later message of a verifier stream."""
-    check_bytes("message", request, MAX_GUESS_BYTES + MAX_SMALL_BYTES)
+    check_count("message", request.ByteSize(), MAX_GUESS_BYTES + MAX_SMALL_BYTES, "bytes")
 
 
 def check_draft_request(request: draft.DraftRequest) -> None:
     """Raise InvalidRequest for an oversized later message of a drafter stream."""
     committed = request.committed
-    check_count("committed.tokens", len(committed.tokens), "tokens", MAX_GAMMA + 1)
+    check_count("committed.tokens", len(committed.tokens), MAX_GAMMA + 1, "tokens")
     if committed.HasField("hidden_states"):
         check_rows("committed.hidden_states", committed.hidden_states)
     if request.HasField("earlier_states"):
         check_rows("earlier_states", request.earlier_states)
-    check_bytes("message", request, MAX_SMALL_BYTES + len(committed.hidden_states.rows or request.earlier_states.rows))
+    rows = committed.hidden_states.rows or request.earlier_states.rows
+    check_count("message", request.ByteSize(), MAX_SMALL_BYTES + len(rows), "bytes")

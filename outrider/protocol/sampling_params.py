@@ -75,9 +75,7 @@ class Grammar:
         if len(self._given) != 1:
             given = " and ".join(self._given) or "empty"
             raise InvalidRequest.of("params.grammar", given, "one of json_schema, json_object (true), regex, lark")
-        size = len(self.text.encode("utf-8", "surrogatepass"))
-        if size > MAX_GRAMMAR_BYTES:
-            raise InvalidRequest.of(self.field, f"{size} bytes", f"at most {MAX_GRAMMAR_BYTES} bytes")
+        check_count(self.field, len(self.text.encode("utf-8", "surrogatepass")), MAX_GRAMMAR_BYTES, "bytes")
         if self.json_schema:
             self._check_schema()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outrider.protocol.checks import check_count
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.hidden_states.messages import MAX_HIDDEN_POSITIONS, MAX_HIDDEN_WIDTH
 from outrider.v1 import common_pb2 as common
@@ -15,5 +16,4 @@ def check_rows(name: str, states: common.HiddenStates) -> None:
     rows, rest = divmod(len(states.rows), row)
     if rest:
         raise InvalidRequest.of(f"{name}.rows", f"{len(states.rows)} bytes", f"whole rows of {row} bytes")
-    if rows > MAX_HIDDEN_POSITIONS:
-        raise InvalidRequest.of(f"{name}.rows", f"{rows} rows", f"at most {MAX_HIDDEN_POSITIONS} rows")
+    check_count(f"{name}.rows", rows, MAX_HIDDEN_POSITIONS, "rows")

@@ -14,10 +14,10 @@ from coordinator.api.http.agents.bodies import DetokenizeBody, TokenizeChatBody,
 from coordinator.api.http.agents.dialects import manner_of
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.bodies import read_body
-from coordinator.api.preprocess import ClientRequest, admission, beside, check_size, prompt_tokens
+from coordinator.api.preprocess import ClientRequest, admission, beside, prompt_tokens
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.target import Target
-from outrider.protocol.checks import check_tokens
+from outrider.protocol.checks import check_count, check_tokens
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.settings.coordinator import CoordinatorSettings
 
@@ -56,7 +56,7 @@ class TokensApi:
         body = await read_body(request, DetokenizeBody)
         with admission(self._sessions.metrics):
             target = await self._sessions.targets.find(body.model)
-            check_size("tokens", len(body.tokens), self._limit)
+            check_count("tokens", len(body.tokens), self._limit, "bytes")
             check_tokens("tokens", body.tokens, target.info.vocab_size)
         text = await asyncio.to_thread(target.tokenizer.decode, body.tokens, clean_up_tokenization_spaces=False)
         return await asyncio.to_thread(JSONResponse, Detokenized(prompt=text))
@@ -67,7 +67,7 @@ class TokensApi:
             request = ClientRequest(SamplingParams(), chat=chat_of(body, body.tools or (), manner))
             tokens = list(prompt_tokens(request, target, self._limit))
         else:
-            check_size("prompt", len(body.prompt.encode()), self._limit)
+            check_count("prompt", len(body.prompt.encode()), self._limit, "bytes")
             tokens = list(target.encode(body.prompt, special=body.add_special_tokens))
         texts = target.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         context = limits_of(self._settings, target).context_of(target)
