@@ -48,7 +48,7 @@ class RegistryService(rpc.RegistryServicer):
         connection = await self._registrations.admit(info)
         try:
             yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
-            async with background(self._receive_reports(requests, connection), self._wait_for_stop()) as tasks:
+            async with background(self._receive_reports(requests, connection), self._stopping.wait()) as tasks:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
@@ -67,9 +67,6 @@ class RegistryService(rpc.RegistryServicer):
             self._delivery.check(connection.info)
             await self._registrations.update(_worker(request), connection)
             await asyncio.sleep(0.05)  # so that a flood of reports holds up its sender only
-
-    async def _wait_for_stop(self) -> None:
-        await self._stopping.wait()
 
     def _refuse_when_stopping(self) -> None:
         if self._stopping.is_set():

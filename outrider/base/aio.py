@@ -61,7 +61,7 @@ def critical_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[No
     return task
 
 
-async def cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Cancel tasks until all have ended: a library may swallow a cancellation (asyncio.wait_for in Python 3.11)."""
     pending = set(tasks)
     while pending:
@@ -72,7 +72,7 @@ async def cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def background(*tasks: Coroutine[Any, Any, None]) -> AsyncIterator[list[asyncio.Task[None]]]:
+async def background(*tasks: Coroutine[Any, Any, object]) -> AsyncIterator[list[asyncio.Task[Any]]]:
     """Run tasks for the duration of a block."""
     running = [asyncio.create_task(task) for task in tasks]
     try:
