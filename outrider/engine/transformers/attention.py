@@ -30,6 +30,7 @@ NAME = "outrider_ragged"
 
 # (batch, head, query position, key position) → whether the query attends to the key. Broadcasts over positions.
 Rule = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
+_sliding: Callable[[int], Rule] = lru_cache(sliding_window_causal_mask_function)
 
 current_step: ContextVar[RaggedStep] = ContextVar("current_step")
 
@@ -117,11 +118,6 @@ class RaggedStep:
                 field="target",
             )
         return known[1]
-
-
-@lru_cache
-def _sliding(window: int) -> Rule:
-    return sliding_window_causal_mask_function(window)  # type: ignore[no-any-return]
 
 
 def allowed(rule: Rule, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
