@@ -11,24 +11,15 @@ from outrider.protocol.checks import check_count, check_number, check_token, che
 from outrider.protocol.errors import InvalidRequest
 
 MAX_SEED = 2**64 - 1
-
 MAX_STOP_STRINGS = 16
-
 MAX_STOP_CHARACTERS = 512
-
 MAX_STOP_IDS = 256
-
 MAX_LOGIT_BIAS = 1024
-
 MAX_LOGPROBS = 20
-
 MAX_GRAMMAR_BYTES = 64 * 1024
-
 GRAMMAR_FORMS = ("json_schema", "json_object", "regex", "lark")
-
 # Below these, logits overflow and no token can be drawn.
 MIN_TEMPERATURE = 1e-6
-
 MIN_REPETITION_PENALTY = 0.01
 
 

@@ -16,17 +16,11 @@ from outrider.protocol.hidden_states.messages import HiddenStates, StateSpecs
 from outrider.protocol.sampling_params import SamplingParams
 
 MAX_GAMMA = 64
-
 MAX_BRANCHES = 8
-
 MAX_NODES = 256  # guesses of a session that are open at the same time
-
 MAX_CANDIDATES = 64  # ids of a guess's distribution
-
 MAX_DRAFT_WAIT_US = 10_000_000
-
 WHOLE = 65536  # sum of a Distribution's weights
-
 ROOT = -1  # parent of the first nodes of a tree
 
 Value = TypeVar("Value")
