@@ -1,7 +1,6 @@
 """Grammar state of a session at the drafter.
 
-The verifier enforces the grammar. A guess that violates it costs only time,
-so a drafter that cannot follow the grammar drafts without it.
+The verifier enforces the grammar. A guess against it costs only time: a drafter that cannot follow it drafts without.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ class TargetGrammars:
     ) -> GrammarCursor | None:
         """Return the cursor after `tokens`; None if the target's tokenizer is not available here.
 
-        `digest` and `eos_ids` identify the target's vocabulary. Raise
-        InvalidRequest for a grammar that does not compile.
+        `digest` and `eos_ids` identify the target's vocabulary. Raise InvalidRequest if the grammar does not compile.
         """
         if params.grammar is None:
             return None

@@ -72,8 +72,7 @@ class DraftRequest:
     def allowed(self, guess: Guess) -> Guess:
         """Return a guess without the new tokens that the session's grammar forbids.
 
-        Only for deterministic drafters: withholding a sampled token would
-        bias the text under rejection and block verification.
+        Only for deterministic drafters: to withhold a sampled token would bias the text in rejection and block mode.
         """
         if self.grammar_cursor is None:
             return guess
@@ -110,8 +109,7 @@ class Drafter(Protocol):
 
         `done` of a guess means that there is nothing to add before the next commit.
 
-        In rejection and block mode, every token must be drawn from the
-        distribution returned with it, and no drawn token may be withheld.
+        In rejection and block mode, each token must be drawn from the distribution returned with it, none withheld.
         """
 
     def forget(self, session: str) -> None:

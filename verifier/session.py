@@ -189,8 +189,7 @@ class VerifySession:
     def truncate_output(self, tokens: Sequence[int], complete: int | None = None) -> tuple[list[int], FinishReason]:
         """Return the tokens to commit, with the reason if they end the output.
 
-        The output ends with a stop token, at max_tokens, or after the first
-        `complete` tokens, which complete the grammar.
+        It ends with a stop token, at max_tokens, or after the first `complete` tokens, which complete the grammar.
         """
         for index, token in enumerate(tokens):
             if token in self._stops or index + 1 == complete:

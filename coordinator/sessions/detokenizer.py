@@ -58,11 +58,9 @@ class TextPiece(NamedTuple):
 
 
 class TextStream:
-    """Detokenised text with stop strings applied. A possible start of a stop string is held back,
-    unless a special token follows.
+    """Detokenised text with stop strings applied. A possible start of one is held back, unless a special token follows.
 
-    The text returned after n tokens depends only on these tokens, not on their
-    grouping, so a stream can be resumed at any token.
+    The text after n tokens depends on these alone, not on their grouping, so a stream can be resumed at any token.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int], stops: Sequence[str]) -> None:

@@ -40,8 +40,7 @@ _MAX_UNSENT_TOKENS = 64  # that a drafter without work learns of later
 class DraftLimits:
     """The limits on the guesses that a drafter sends and on the drafting time that it reports.
 
-    Each commit allows more guesses, up to a maximum: a fixed number per commit
-    would allow a drafter to send it in full with every one of them.
+    Each commit allows more guesses, up to a maximum: a fixed number per commit could be sent in full with each of them.
     """
 
     def __init__(self, now: float) -> None:

@@ -1,7 +1,6 @@
 """Drafters of one session: attaching, steering, and relaying their guesses.
 
-All feed one guess tree at the verifier. The loss of a drafter costs only its
-guesses; another one is attached as soon as one is available.
+All feed one guess tree at the verifier. The loss of one costs only its guesses; another is attached once available.
 """
 
 from __future__ import annotations

@@ -52,8 +52,7 @@ def stop_ids(params: SamplingParams, target: Target) -> frozenset[int]:
 def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], target: Target) -> None:
     """Append tokens that the client has and the record lacks, in rejection and block mode.
 
-    There they cannot be generated again. In the other modes they are generated
-    again and the client's tokens are ignored.
+    There they cannot be generated again. In the other modes they are, and the client's tokens are ignored.
     """
     mode = record.request.params.mode
     if not mode.needs_draft_probs:

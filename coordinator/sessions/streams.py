@@ -1,7 +1,6 @@
 """Streams of a session to its workers, and the one to its verifier.
 
-Sending never waits, so that a stalled peer never stalls the session. The loss
-of a peer raises PeerLost for every gRPC status.
+Sending never waits: a stalled peer never stalls the session. The loss of a peer raises PeerLost for every gRPC status.
 """
 
 from __future__ import annotations

@@ -82,8 +82,7 @@ class Target:
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token, which need not be valid text by themselves.
 
-        The tokenizer's decoder defines how its vocabulary writes bytes. The
-        characters of the tokens cannot: any of them may be part of a text.
+        The tokenizer's decoder tells how its vocabulary writes bytes. Characters cannot: any may be part of a text.
         """
         text = self.vocabulary.tokens[token] if token < len(self.vocabulary.tokens) else ""
         if token in self._added:

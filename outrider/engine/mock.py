@@ -1,7 +1,6 @@
 """An engine without a model, for tests and `outrider bench overhead`.
 
-The token after x is always (x + 1) mod 256. The mock drafter is always right,
-and all measured time is that of the services.
+The token after x is always (x + 1) mod 256. The mock drafter is always right: all measured time is the services'.
 """
 
 from __future__ import annotations

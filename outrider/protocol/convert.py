@@ -1,7 +1,6 @@
 """Conversion of messages between protobuf and dataclasses. Nothing else converts them.
 
-A field has the same name in both, so most messages are converted field by
-field. The functions here name the pairs and hold the exceptions.
+Fields have the same names in both: most messages are converted field by field. Functions name pairs and exceptions.
 """
 
 from __future__ import annotations

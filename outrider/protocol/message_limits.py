@@ -1,7 +1,6 @@
 """Size limits of messages from peers, checked on the protobuf before Python code loops over it.
 
-Protobuf's own code returns `ByteSize` and the lengths of repeated fields, so a
-message of megabytes is refused as quickly as a short one.
+Protobuf's own code returns `ByteSize` and lengths of fields: megabytes are refused as quickly as a short message.
 """
 
 from __future__ import annotations

@@ -63,8 +63,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 def walk(tokens: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) -> Outcome:
     """Follow the target's own draws through the tree as long as they were guessed (greedy and coupled modes).
 
-    `parents` is the guesses' TreeShape. drawn[0] is the target's token after
-    the committed text, drawn[i + 1] its token after guess i.
+    `parents` is a TreeShape's. drawn[0] is the target's token after the committed text, drawn[i + 1] after guess i.
     """
     children: dict[tuple[int, int], int] = {}
     for row, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):

@@ -84,8 +84,7 @@ def uniform(seed: int, use: Use, position: int, block: int = 0) -> float:
 def exponentials(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return exponential noise of rate 1 in double precision for int64 `keys` and `ids`, which broadcast.
 
-    It uses 53 random bits and log1p. With fewer bits, or in single precision,
-    ids of small probability would never be drawn.
+    It uses 53 random bits and log1p: with fewer, or in single precision, ids of small probability were never drawn.
     """
     return _of_bits(_shift(_mix_tensor(keys + (ids + 1) * _signed(_ID)), 11))
 

@@ -28,8 +28,7 @@ _RECENT_TOKENS = 64  # of a session's output: counted on the device together
 class Candidates:
     """The ids after top-k, top-p and min-p, with their probabilities, per row.
 
-    `ids` is [rows, kept], or [vocab] when every id is kept; `probs` is
-    [rows, kept] in double precision, 0 for a removed id.
+    `ids` is [rows, kept], or [vocab] if every id is kept; `probs` is [rows, kept] in doubles, 0 for a removed id.
     """
 
     ids: torch.Tensor

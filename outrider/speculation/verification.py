@@ -62,8 +62,7 @@ def verify_batch(
 ) -> list[VerifyResult]:
     """Verify the guesses of all sessions of a step, each by its request's verification mode.  # [rows, vocab]
 
-    Row firsts[i] is the target's prediction at the position of session i's
-    block, row firsts[i] + 1 + j the one after guess j.
+    Row firsts[i] is the target's prediction at session i's block, row firsts[i] + 1 + j the one after guess j.
     """
     step = _StepRows(logits, blocks, sessions, firsts)
     groups: dict[_Needs, list[int]] = {}

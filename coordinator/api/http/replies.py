@@ -215,8 +215,7 @@ def metrics(sessions: Sequence[Session]) -> dict[str, responses.AnswerMetrics]:
 def speculative_decoding(stats: GenerationStats) -> responses.SpeculativeDecoding:
     """Return the acceptance of a request as vLLM reports it.
 
-    γ changes from step to step, so `num_spec_tokens` is the longest guess that
-    a step has checked, and the histogram ends there.
+    γ changes from step to step: `num_spec_tokens` is the longest guess that a step checked, where the histogram ends.
     """
     reached = [stats.drafts, *stats.accepted_per_position, 0]  # steps that accepted at least i guesses
     return {

@@ -1,7 +1,6 @@
 """Compilation of the kernels, once per machine and source, and loading of the result.
 
-`python -m outrider.engine.native.build DIRECTORY` compiles them ahead for
-machines without a compiler, such as containers.
+`python -m outrider.engine.native.build DIRECTORY` compiles them ahead, for machines without a compiler (containers).
 """
 
 from __future__ import annotations

@@ -194,8 +194,7 @@ def _exclude_not_finite(
 ) -> None:
     """Compute a part again without its tokens whose keys or values are not finite.
 
-    A masked key has a weight of 0, and 0 · NaN is NaN. Such tokens count as
-    zeros for the tokens that do not attend to them; the others are NaN.
+    A masked key has weight 0, and 0 · NaN is NaN. They count as zeros for tokens that do not attend to them, else NaN.
     """
     mask = part.mask(rule)
     bad = ~(keys.isfinite().all(dim=2) & values.isfinite().all(dim=2)).all(dim=0)  # [tokens]
