@@ -15,6 +15,7 @@ import structlog
 from coordinator.control.estimator import WINDOW
 from coordinator.placement.sent_prefixes import SentPrefixes
 from coordinator.workers.worker_channel import WorkerChannel
+from outrider.base.aio import cancel_all
 from outrider.base.rpc_status import error_from_rpc
 from outrider.multiplex.calls import SessionCall
 from outrider.multiplex.client import Metadata, WorkerCalls
@@ -118,8 +119,7 @@ class WorkerConnection:
         self._failures = 0
 
     async def close(self) -> None:
-        self._probing.cancel()
-        await asyncio.gather(self._probing, return_exceptions=True)
+        await cancel_all([self._probing])
         await self._calls.close()
         await self._channel.close()
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import structlog
 
+from outrider.base.aio import cancel_all
 from outrider.base.rpc_status import error_from_rpc
 from outrider.protocol import convert
 from outrider.protocol.errors import ModelMismatch, Unauthenticated
@@ -78,9 +79,7 @@ class RegistrationClient:
                         log.info("registered", coordinator=address)
                         heartbeat = asyncio.create_task(self._heartbeat(call, reply.heartbeat_ms / 1000))
             finally:
-                if heartbeat is not None:
-                    heartbeat.cancel()
-                    await asyncio.gather(heartbeat, return_exceptions=True)
+                await cancel_all([heartbeat] if heartbeat is not None else [])
                 call.cancel()
 
     async def _heartbeat(self, call: Any, seconds: float) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import grpc
 
-from outrider.base.aio import Call, critical_task
+from outrider.base.aio import Call, cancel_all, critical_task
 from outrider.base.config import WorkerSettings
 from outrider.base.endpoint import bracketed
 from outrider.multiplex.server import MultiplexedService
@@ -105,9 +105,7 @@ class WorkerService(MultiplexedService):
         return True  # the model is loaded and warm before this service is created
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         self._worker_loop.stop()
         self.multiplexed.close()
         self._metrics_server.close()

@@ -21,6 +21,7 @@ from typing import Annotated, Self
 
 import typer
 
+from outrider.base.aio import background
 from outrider.base.endpoint import allowed, split
 from outrider.protocol.errors import InvalidRequest
 
@@ -184,15 +185,10 @@ class _Pipe:
             _Transfer(self._link, self._link.up, from_client, target),
             _Transfer(self._link, self._link.down, from_target, client),
         )
-        jobs = [asyncio.create_task(job) for transfer in transfers for job in (transfer.take(), transfer.deliver())]
-        try:
+        async with background(*(job for each in transfers for job in (each.take(), each.deliver()))) as jobs:
             await asyncio.gather(*jobs)
             for writer in self._writers:
                 writer.close()
-        finally:
-            for job in jobs:
-                job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
 
     def reset(self) -> None:
         """Send RST to both ends that are still open."""
@@ -283,13 +279,8 @@ async def _run(link: EmulatedLink, cut_every_s: float, stall_every_s: float, sta
         asyncio.get_running_loop().add_signal_handler(number, leave.set)
     async with link:
         typer.echo(f"listening at {link.address}")
-        troubles = [
-            asyncio.create_task(_cut(link, cut_every_s)),
-            asyncio.create_task(_stall(link, stall_every_s, stall_for_s)),
-        ]
-        await leave.wait()
-        for trouble in troubles:
-            trouble.cancel()
+        async with background(_cut(link, cut_every_s), _stall(link, stall_every_s, stall_for_s)):
+            await leave.wait()
     typer.echo(f"{link.accepted} connections, {link.up.num_bytes} bytes up, {link.down.num_bytes} bytes down")
 
 

@@ -16,6 +16,7 @@ import structlog
 from coordinator.workers.known_workers import KnownWorkers
 from coordinator.workers.targets.fit import fits
 from coordinator.workers.worker_connection import WorkerConnection, worker_error
+from outrider.base.aio import cancel_all
 from outrider.hidden_states.parts import spec_to_proto
 from outrider.protocol.errors import InvalidRequest, ModelMismatch, OutriderError, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import Role, WorkerInfo
@@ -64,9 +65,7 @@ class ProjectionDelivery:
                 self._begin_deliveries()
                 await asyncio.sleep(POLL_S)
         finally:
-            for task in self._running.values():
-                task.cancel()
-            await asyncio.gather(*self._running.values(), return_exceptions=True)
+            await cancel_all(list(self._running.values()))
 
     def _obstacle(self, verifier: WorkerInfo, drafter: WorkerInfo) -> str:
         spec = drafter.state_spec

@@ -11,6 +11,7 @@ from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from outrider.base.aio import cancel_all
 from outrider.base.processes import collect_rarely
 from outrider.bench.fleet.fleets import FleetUnderLoad, verifiers_of
 from outrider.bench.fleet.prompts import PromptMix
@@ -95,9 +96,7 @@ class _Load:
             record.ended, after = time.perf_counter(), self._fleet.cpu_seconds()
             record.cpu_s = {name: after[name] - before.get(name, 0.0) for name in after}
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all([*tasks])
             for client in self._clients:
                 await client.close()
         return record

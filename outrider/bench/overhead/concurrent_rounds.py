@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from outrider.base.aio import cancel_all
 from outrider.bench.common.report import Row, Times
 from outrider.client.aio import AsyncClient
 from outrider.client.events import Tokens
@@ -70,9 +71,7 @@ async def _measure(running: Stack, sessions: int, seconds: float, gamma: int) ->
         elapsed, after = time.perf_counter() - counts.started_at, cpu_seconds(running)
         gaps = [1000 * (b - a) for times in counts.arrivals.values() for a, b in itertools.pairwise(times)]
     finally:
-        for task in reading:
-            task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
+        await cancel_all(reading)
         for client in clients:
             await client.close()
     cpu_s = {name: after[name] - before[name] for name in after}
