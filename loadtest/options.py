@@ -100,10 +100,7 @@ COMMON = (
     ),
     LoadOption("api_key", str, "", "API key, or @FILE."),
     LoadOption(
-        "tls_ca",
-        str,
-        "",
-        "PEM file: authority that signed the coordinator's certificate; system: the public ones.",
+        "tls_ca", str, "", "PEM file: authority that signed the coordinator's certificate; system: the public ones."
     ),
     LoadOption("tls_cert", str, "", "PEM file: client certificate, if the coordinator requires one."),
     LoadOption("tls_key", str, "", "PEM file: private key of the client certificate."),

@@ -33,9 +33,8 @@ class FleetKeys:
         for name, keys in (("api_keys are", credentials.keys("api_keys")), ("drafter_key is", drafters)):
             if keys and not verifiers:
                 raise StartupError(
-                    f"{name} given without fleet_key: any process could register as a worker and "
-                    "read clients' prompts; "
-                    "give the same fleet_key to the coordinators and verifiers",
+                    f"{name} given without fleet_key: any process could register as a worker and read "
+                    "clients' prompts; give the same fleet_key to the coordinators and verifiers",
                     field="fleet_key",
                     limit="a secret",
                 )

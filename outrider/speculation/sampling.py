@@ -232,9 +232,8 @@ def _sorted_nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Ten
 def _cut_sorted(ids: torch.Tensor, probs: torch.Tensor, cuts: Cuts) -> Candidates:
     """Apply top-p and min-p to rows sorted by falling probability."""
     if cuts.kind.top_p:
-        before = torch.nn.functional.pad(
-            probs.cumsum(dim=-1)[:, :-1], (1, 0)
-        )  # in order: zeros at the end change nothing
+        # In order: zeros at the end change nothing.
+        before = torch.nn.functional.pad(probs.cumsum(dim=-1)[:, :-1], (1, 0))
         probs = probs * (before < cuts.top_p)
     if cuts.kind.min_p:
         probs = probs * (probs >= cuts.min_p * probs[:, :1])

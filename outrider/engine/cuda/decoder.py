@@ -46,12 +46,7 @@ class Decoder:
         self._widest = windows.index(None if None in windows else max(filter(None, windows)))
 
     def run(
-        self,
-        inputs: StepInputs,
-        tokens: int,
-        outputs: int,
-        layers: Sequence[int],
-        logits: torch.Tensor,
+        self, inputs: StepInputs, tokens: int, outputs: int, layers: Sequence[int], logits: torch.Tensor
     ) -> torch.Tensor:
         """Run the first `tokens` of the inputs. Write logits of the first outputs, as many as there is room for.
 

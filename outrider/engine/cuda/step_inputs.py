@@ -132,11 +132,8 @@ class StepInputs:
         self._fields = [each.numpy() for each in here]
         token_fields, self.num_items, self.lanes, self.joins, self.pages, whole_items, links, items = there
         self.ids, self.positions, self.slots, self.outputs = token_fields
-        self.links, self.items, self.whole_items = (
-            links.view(torch.uint8),
-            items[: sizes.items],
-            whole_items[: sizes.whole_items],
-        )
+        self.links, self.items = links.view(torch.uint8), items[: sizes.items]
+        self.whole_items = whole_items[: sizes.whole_items]
         self.parts = torch.empty((sizes.parts, heads, dim), dtype=torch.float32, device=device)
         self.stats = torch.empty((sizes.parts, heads, 3), dtype=torch.float32, device=device)
 
