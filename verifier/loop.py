@@ -201,8 +201,8 @@ class VerificationLoop:
                 session.hidden_states.add(session.cache_length, result.hidden_states)
                 continue
             if not session.has_committed:
-                found = session.num_cached_tokens
-                self._metrics.record_prefix_lookup(tokens=len(session.committed), num_cached_tokens=found)
+                self._metrics.prefix_queries.inc(len(session.committed))
+                self._metrics.prefix_hits.inc(session.num_cached_tokens)
             timings = VerifyTimings(
                 wait_us=max(0, int((started - session.waiting_since) * 1e6)),
                 step_us=step.step_us,

@@ -312,10 +312,6 @@ class VerifierMetrics(Metrics):
         self.tokens = histogram("verifier_step_rows", "Tokens of a step's batch.", _STEP_TOKENS)
         self.guesses_refused = counter("verifier_guesses_refused", "Guesses and steering messages rejected.")
 
-    def record_prefix_lookup(self, *, tokens: int, num_cached_tokens: int) -> None:
-        self.prefix_queries.inc(tokens)
-        self.prefix_hits.inc(num_cached_tokens)
-
     def record_step(self, *, sessions: int, tokens: int, forward_us: int, step_us: int) -> None:
         self.step_s.observe(step_us / 1e6)
         self.forward_s.observe(forward_us / 1e6)
