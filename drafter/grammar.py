@@ -86,8 +86,6 @@ class TargetGrammars:
 
         `digest` and `eos_ids` identify the target's vocabulary. Raise InvalidRequest if the grammar does not compile.
         """
-        if params.grammar is None:
-            return None
         key = digest, tuple(eos_ids)
         if key not in self._loaded:
             kept = list(self._loaded.items())[-3:]  # of other targets
