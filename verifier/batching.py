@@ -48,11 +48,11 @@ class ScheduledSession(NamedTuple):
         if not self.verifies:
             return SessionTokens(key, self.pending, logits_from=last + 1, hidden_from=hidden_from, layers=layers)
         # Most blocks are chains, for which the engine needs no mask over every pair of tokens.
-        parents = (*range(-1, last), *(last + 1 + parent for parent in self.block.parents)) if self.block.parents else ()
+        guessed = [last + 1 + parent for parent in self.block.parents]
         return SessionTokens(
             key,
             self.pending + self.block.tokens,
-            parents,
+            (*range(-1, last), *guessed) if guessed else (),
             logits_from=last,
             hidden_from=hidden_from,
             layers=layers,
