@@ -89,7 +89,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
 
     async def _read(self, requests: AsyncIterator[Any], share: ByteShare, *, large: bool) -> Any:
         """Return the next complete message, or None at the end; raise Overloaded or Expired."""
-        reading = asyncio.ensure_future(anext(requests, None))
+        reading = asyncio.ensure_future(_next(requests))
         try:
             for _ in range(SOON_TICKS):
                 if not reading.done():
@@ -106,6 +106,10 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         if message is not None:
             self._budget.take(share, message.ByteSize())
         return message
+
+
+async def _next(requests: AsyncIterator[Any]) -> Any:
+    return await anext(requests, None)
 
 
 async def _only(messages: AsyncGenerator[Any, None]) -> Any:
