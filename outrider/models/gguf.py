@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from outrider.models import GGUF, INDEX, INDEX_VERSION
 from outrider.models.gguf_rope import add_scaling
 from outrider.protocol.errors import StartupError
 
+_TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _IN_PLACE = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "BF16")]
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's formats without blocks
 _LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"}  # in safetensors
@@ -70,7 +71,7 @@ def convert_gguf(folder: Path, into: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
     loading = {"config": config, "gguf_file": GGUF, "dtype": torch.float32, "output_loading_info": True}
     model, found = AutoModelForCausalLM.from_pretrained(str(folder), **loading)
-    check_complete(folder.name, found["missing_keys"])
+    check_complete(folder.name, model, found)
     if hasattr(model, "hf_quantizer"):  # transformers refuses to save a model that was loaded as quantised
         del model.hf_quantizer, model.config.quantization_config
     model.save_pretrained(into)
@@ -101,10 +102,17 @@ def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
     return {"version": INDEX_VERSION, "architecture": architecture, "tensors": places, "scaling": scaling}
 
 
-def check_complete(name: str, missing: Collection[str]) -> None:
-    """Raise StartupError for a model of which weights are missing: transformers would draw them."""
-    if missing:
+def check_complete(name: str, model: PreTrainedModel, found: Mapping[str, Collection[str]]) -> None:
+    """Raise StartupError where weights are missing, which transformers would draw, or left out, such as scales."""
+    if missing := found["missing_keys"]:
         raise StartupError.of("target", f"{name} without {', '.join(sorted(missing)[:3])}", "with all its weights")
+    if unread := unread_beside(found["unexpected_keys"], dict(model.named_parameters())):
+        raise StartupError.of("target", f"{name} with {', '.join(unread[:3])}", "without tensors that no model reads")
+
+
+def unread_beside(stored: Iterable[str], wanted: Collection[str]) -> list[str]:
+    """Return the stored tensors that a model does not read although it reads the weight beside them."""
+    return sorted(each for each in stored if each not in wanted and f"{each.rpartition('.')[0]}.weight" in wanted)
 
 
 def _check_tensors(stored: set[str], architecture: str, model: PreTrainedModel) -> None:
@@ -156,7 +164,12 @@ def rows_in_safetensors(folder: Path | str, model: PreTrainedModel) -> dict[str,
     for path in paths:
         opened: Any = safe_open(path, framework="pt")
         files |= dict.fromkeys(opened.keys(), opened)
-    for name, weight in model.named_parameters():
+    wanted = dict(model.named_parameters())
+    tied = [files[name].get_tensor(name) for name in _TIED if name in files and _TIED[0] not in wanted]
+    differ = len(tied) == len(_TIED) and (tied[0].dtype != tied[1].dtype or not torch.equal(*tied))
+    if differ or unread_beside(files, wanted):
+        return {}  # a head that is tied by name only stays apart in transformers
+    for name, weight in wanted.items():
         stored = files[name].get_tensor(name) if name in files and model.config.model_type in _LIKE_LLAMA else None
         if stored is None or stored.dtype != torch.bfloat16 or stored.shape != weight.shape:
             return {}
@@ -214,8 +227,9 @@ def replace_while_running(module: nn.Module, make: Callable[[Any], dict[str, tor
 
     def put(_: nn.Module, inputs: Any) -> None:
         own.update(module.named_parameters(recurse=False))
-        for name, value in make(inputs).items():
-            setattr(module, name, nn.Parameter(value, requires_grad=False))
+        with torch.inference_mode(False), torch.no_grad():  # a rank's share cannot be a parameter otherwise
+            for name, value in make(inputs).items():
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
 
     def restore(*_: Any) -> None:
         while own:  # keeps none of them

@@ -22,8 +22,9 @@ from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.transformers.attention import Rule, allowed
 
-_FLOP = 3e10  # of a pass over the long text: about a second on a CPU
-_MIN_TOKENS, _USUAL_TOKENS, _MAX_TOKENS = 24, 48, 640  # of the long text
+_FLOP = (3e10, 3e13)  # of a pass over the long text, on a CPU and on a GPU: about a second
+_USUAL_TOKENS = (48, 96)  # of the long text; a GPU has another kernel for more than FEW_TOKENS
+_MIN_TOKENS, _MAX_TOKENS = 24, 640
 _PAST_BOUNDARY = 12  # tokens after a boundary
 _SHORT_TOKENS = 12  # of the other session
 _STEPS = 4
@@ -139,9 +140,10 @@ def _affordable_length(model: PreTrainedModel, engine: PagedEngine) -> int:
     """Return the length of the text to compare: past the boundaries in the configuration, as far as affordable."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     capacity = min(engine.capacity_tokens - BLOCK_TOKENS - 2, engine.info.context_length or _MAX_TOKENS)
-    longest = min(_MAX_TOKENS, max(_MIN_TOKENS, int(_FLOP / 2 / parameters)), capacity)
+    on_gpu = model.device.type != "cpu"
+    longest = min(_MAX_TOKENS, max(_MIN_TOKENS, int(_FLOP[on_gpu] / 2 / parameters)), capacity)
     past = [number + _PAST_BOUNDARY for number in _boundaries(model.config.get_text_config().to_dict())]
-    return min(longest, max([_USUAL_TOKENS, *(length for length in past if length <= longest)]))
+    return min(longest, max([_USUAL_TOKENS[on_gpu], *(length for length in past if length <= longest)]))
 
 
 def _boundaries(config: Mapping[str, Any]) -> Iterator[int]:

@@ -86,7 +86,7 @@ def load_model(
                 output_loading_info=True,
                 **({} if rank_group is None else rank_group.sharding()),
             )
-            check_complete(name, found["missing_keys"])
+            check_complete(name, model, found)
         vocabulary = Vocabulary.of(tokenizer)
     if change is not None:
         change(model)

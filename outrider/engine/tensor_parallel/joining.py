@@ -53,6 +53,7 @@ def _started(size: int, settings: WorkerSettings, command: Sequence[str], folder
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # `=`: not a prefix
     started = []
     for rank in range(1, size):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), _RENDEZVOUS: rendezvous}

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers.masking_utils import blockwise_overlay, causal_mask_function
 
 from outrider.engine import SessionTokens
 from outrider.engine.checks import conformance
+from outrider.engine.checks.conformance import ReferenceLogits
 from outrider.engine.checks.reference import reference_logits, weights_in_format
 from outrider.engine.loading import selection
 from outrider.engine.loading.loader import load_model
@@ -178,3 +182,20 @@ def test_weights_are_the_models_own_again_after_they_were_read_otherwise() -> No
 
 def test_the_smallest_cache_has_room_for_the_check(tmp_path: Path) -> None:
     assert isinstance(load(saved(tmp_path, "llama"), kv_tokens=64)[0], NativeEngine)
+
+
+def test_a_ranks_share_is_compared_with_float32_too(tmp_path: Path) -> None:
+    """As without ranks: the tolerance of 16 bits comes from the model's own distance to float32."""
+    dist.init_process_group("gloo", init_method=(tmp_path / "meeting").as_uri(), rank=0, world_size=1)
+    try:
+        model = tiny_model("llama", {}).bfloat16()
+        mesh = init_device_mesh("cpu", (1,))
+        for module in (each for each in model.modules() if isinstance(each, torch.nn.Linear)):
+            share = distribute_tensor(module.weight.detach(), mesh, [Replicate()])
+            module.weight = torch.nn.Parameter(share, requires_grad=False)
+            module.register_forward_pre_hook(lambda _, x: (DTensor.from_local(x[0], mesh, [Replicate()]),))
+            module.register_forward_hook(lambda _, __, out: out.to_local())
+        reference = ReferenceLogits.of(model, 8)
+        assert conformance._rounding_tolerance(model, reference) < conformance._UNKNOWN_ROUNDING
+    finally:
+        dist.destroy_process_group()

@@ -144,6 +144,33 @@ def test_a_model_without_some_weights_is_refused(dtype: torch.dtype, tmp_path: P
         run(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("beside", ["q_proj.bias", "q_proj.weight_scale"])
+def test_a_model_with_weights_that_nothing_reads_is_refused(dtype: torch.dtype, beside: str, tmp_path: Path) -> None:
+    """As of a quantised model whose configuration does not say so: its weights without their scales mean nothing."""
+    folder = in_bfloat16(tmp_path, "toy")
+    state = load_file(folder / "model.safetensors")
+    state = {name: each.to(dtype) if "q_proj" in name else each for name, each in state.items()}
+    state[f"model.layers.0.self_attn.{beside}"] = torch.ones(1)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StartupError, match=rf"with model\.layers\.0\.self_attn\.{beside}"):
+        run(folder)
+
+
+def test_a_head_that_is_tied_by_name_only_is_read(tmp_path: Path) -> None:
+    """Transformers does not tie a head that differs from the embeddings, whatever the configuration says."""
+    folder = in_bfloat16(tmp_path, "toy")
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    assert torch.allclose(run(folder, dtype="float32")[0], wanted, atol=1e-4)
+
+
 def test_a_hub_ids_weights_stay_in_their_files_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = in_bfloat16(tmp_path / "snapshot", "toy")
     monkeypatch.setattr(
@@ -167,3 +194,14 @@ def test_weights_that_are_not_all_there_are_left_to_the_hub(tmp_path: Path) -> N
     assert gguf.load_in_place(folder, loader.dequantize, config) is not None
     shards[-1].unlink()
     assert gguf.load_in_place(folder, loader.dequantize, config) is None
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_tied_head_that_is_stored_too_is_read_in_place_if_it_is_equal(equal: bool, tmp_path: Path) -> None:
+    folder = in_bfloat16(tmp_path, "toy")
+    state = load_file(folder / "model.safetensors")
+    embeddings = state["model.embed_tokens.weight"]
+    state["lm_head.weight"] = embeddings.clone() if equal else embeddings.float()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    config = AutoConfig.from_pretrained(folder, tie_word_embeddings=True)
+    assert bool(rows_in_safetensors(folder, empty_model(config))) == equal

@@ -11,6 +11,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from outrider.engine.cuda import decoder
 from outrider.engine.cuda.engine import CudaGraphEngine
+from outrider.engine.cuda.step_inputs import StepInputs
 from outrider.engine.loading import selection
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
@@ -19,6 +20,7 @@ from outrider.engine.native import NativeEngine
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import StartupError
 from outrider.testing.toy_models import make_model
+from tests import emulated_cuda as emulation
 from tests.architectures import save
 from tests.emulated_cuda import emulated_cuda
 
@@ -182,6 +184,20 @@ def test_where_the_kernels_do_not_run_transformers_does(
         assert any("engine cuda not usable" in line and str(error) in line for line in said)
         with pytest.raises(StartupError, match="engine cuda cannot run"):
             load_model(llama, options(device="cuda", engine="cuda"))
+
+
+def test_a_kernel_of_prompts_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, llama: str) -> None:
+    attend = emulation.attend_in_torch
+
+    def wrong(queries: Any, cache: Any, inputs: StepInputs, out: torch.Tensor, *more: Any) -> None:
+        attend(queries, cache, inputs, out, *more)
+        for lane, *_ in inputs.whole_items[: int(inputs.num_items[1])].tolist():
+            token, _, live = inputs.lanes[lane].tolist()[:3]
+            out[token : token + live] = 0
+
+    monkeypatch.setattr(emulation, "attend_in_torch", wrong)
+    with emulated_cuda():
+        assert isinstance(load_model(llama, options(device="cuda")).engine, TransformersEngine)
 
 
 def test_elsewhere_the_cache_has_the_size_that_is_given(llama: str) -> None:
