@@ -5,6 +5,9 @@ A record of another shape never raises there. It is reported as UNREADABLE, or r
 
 from __future__ import annotations
 
+from outrider.protocol.speculation import FinishReason
+
+STOP, LENGTH = int(FinishReason.STOP), int(FinishReason.LENGTH)
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
 MAX_TOKENS_BYTES = 16 * 1024 * 1024
 MAX_LOGPROBS_BYTES = 256 * 1024 * 1024
@@ -45,7 +48,8 @@ if (held == nil and not absent(KEYS[1])) or not text_or_none(KEYS[2]) or not tex
   redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
   held = nil
 end
-if held ~= nil and held > tonumber(ARGV[1]) then return 'FENCED' end
+local epoch = tonumber(ARGV[1])
+if held and (held > epoch or held == epoch and redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2]) then return 'FENCED' end
 if held == nil and ARGV[3] == '' then return 'MISSING' end
 if ARGV[3] ~= '' then
   redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2], 'request', ARGV[3], 'model', ARGV[4])
@@ -71,6 +75,10 @@ if tenant and tenant ~= ARGV[3] then return false end
 if redis.call('HSTRLEN', KEYS[1], 'request') > {MAX_REQUEST_BYTES} then return 'UNREADABLE' end
 for _, name in ipairs({{'finish', 'model', 'verifier', 'tenant'}}) do
   if redis.call('HSTRLEN', KEYS[1], name) > {MAX_FIELD_BYTES} then return 'UNREADABLE' end
+end
+local finish = redis.call('HGET', KEYS[1], 'finish')
+if (finish == '{STOP}' or finish == '{LENGTH}') and redis.call('STRLEN', KEYS[2]) == 0 then
+  redis.call('HDEL', KEYS[1], 'finish')  -- its tokens were evicted: they are computed again
 end
 if redis.call('STRLEN', KEYS[2]) > {MAX_TOKENS_BYTES} then return 'UNREADABLE' end
 if redis.call('STRLEN', KEYS[3]) > {MAX_LOGPROBS_BYTES} then return 'UNREADABLE' end

@@ -35,7 +35,7 @@ class Entry:
         self.durable = durable  # output tokens that are in Redis
         self.known = durable > 0  # the request is in Redis
         self.finish_written = False
-        self.opening = False  # its first write is in progress, see `WriteBehind.write_first`
+        self.opening = False  # such a write is in progress, see `WriteBehind.write_first`
         self.request_id = current().request_id
 
     @property
@@ -63,8 +63,8 @@ class WriteBehind:
         self._dirty[entry.record.session_id] = entry
         self._pending.set()
 
-    async def write_first(self, entry: Entry) -> None:
-        """Write a session before its id is sent; without an answer in time it continues, and is written later."""
+    async def write_first(self, entry: Entry, failed: str = "session started without redis") -> None:
+        """Write a session before its id or its end is sent; without an answer in time, log it and write later."""
         # A single slow answer marks Redis as down, although it may accept the next write.
         seconds = FIRST_WRITE_S if self._store.up else FIRST_WRITE_DOWN_S
         entry.opening = True
@@ -73,7 +73,7 @@ class WriteBehind:
                 await self._write(entry)
         except (StoreDown, TimeoutError) as error:
             reason = str(error) or f"no answer within {seconds:g} s"
-            log.warning("session started without redis", session_id=entry.record.session_id, error=reason)
+            log.warning(failed, session_id=entry.record.session_id, error=reason)
         finally:
             entry.opening = False
 

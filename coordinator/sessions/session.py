@@ -140,6 +140,8 @@ class Session:
                     self.stats.record_verifier_loss(error)
                     if fruitless > MAX_FRUITLESS or isinstance(error, NoVerifier):
                         raise
+            if request.params.mode.needs_draft_probs:  # another coordinator would draw another end
+                await self._context.write_behind.write_first(self._entry, "session ended without redis")
         except OutriderError as error:
             self.error = error
         except Exception as error:
@@ -195,3 +197,5 @@ class Session:
 
     def _end(self) -> None:
         self.output.end(finished=self.record.finished)
+        if self.output.rest.stop and self.record.finish_reason is FinishReason.LENGTH:  # found in text held back
+            self.record.finish_reason = FinishReason.STOP

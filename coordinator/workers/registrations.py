@@ -119,7 +119,8 @@ class Registrations:
     async def _forget_silent(self, known: set[str]) -> None:
         for connection in self._workers:
             worker_id = connection.info.worker_id
-            silent = time.monotonic() - connection.seen_at > self._lost_after_s
+            # One that answers lives: the coordinator that it reports to may hang, or not reach Redis.
+            silent = connection.is_silent and time.monotonic() - connection.seen_at > self._lost_after_s
             if silent and not connection.registrations and self._store.up and worker_id not in known:
                 await self._workers.drop(worker_id)
 

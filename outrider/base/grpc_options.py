@@ -26,6 +26,7 @@ def server_options(settings: Settings) -> list[tuple[str, Any]]:
         ("grpc.max_concurrent_streams", settings.max_streams),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # its default of a minute is the one that counts
         ("grpc.keepalive_permit_without_calls", 1),
         # Peers ping at our interval: the default of five minutes ends idle streams with "too many pings".
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
@@ -60,6 +61,7 @@ def channel_options(receive_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, A
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # its default of a minute is the one that counts
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # Reconnect to a restarted peer within a second.

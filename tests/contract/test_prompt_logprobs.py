@@ -55,9 +55,10 @@ async def test_they_are_the_targets(
     assert plain.choices[0].text == found.text
 
 
-async def test_streams_and_choices_tell_the_same(api: AsyncOpenAI) -> None:
+@pytest.mark.parametrize("prompts", [[TEXT, "One."], [TEXT, "One.\N{REPLACEMENT CHARACTER}"]])
+async def test_streams_and_choices_tell_the_same(api: AsyncOpenAI, prompts: list[str]) -> None:
     """The prompts come first, each with its own, and offsets count from the beginning of the text."""
-    given = ASK | {"prompt": [TEXT, "One."], "n": 2, "temperature": 1, "seed": 7}
+    given = ASK | {"prompt": prompts, "n": 2, "temperature": 1, "seed": 7}
     whole = (await api.completions.create(**given, **body(0))).choices
     parts: dict[int, list[Logprobs]] = {}
     async for chunk in await api.completions.create(**given, stream=True, **body(0)):

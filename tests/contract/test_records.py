@@ -85,6 +85,14 @@ async def test_an_output_that_had_ended_is_not_run_on(house: House, by: str, mon
     assert output.finish is (FinishReason.LENGTH if by == "max_tokens" else FinishReason.STOP)
 
 
+async def test_a_stop_string_in_text_that_was_held_back_is_the_reason(house: House) -> None:
+    half = house.service.sessions.targets.named("").encode("é")[0]
+    request = ask(PROMPT, temperature=0.0, max_tokens=1, logit_bias={half: 100.0}, stop=["\N{REPLACEMENT CHARACTER}"])
+    async with client(house.coordinator) as stub:
+        output = await generate(stub, request)
+    assert (output.finish, output.stop, output.text) == (FinishReason.STOP, request.params.stop[0], "")
+
+
 async def test_the_beginning_of_a_session_is_written_once(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each write brings something new: the request, tokens, or the end."""
     write, every = Store.write, []
@@ -148,6 +156,20 @@ async def test_log_probabilities_come_again_with_the_tokens(house: House) -> Non
         assert again.logprobs[:7] == output.logprobs[:7], "those that were kept"
         for made, first in zip(again.logprobs, output.logprobs, strict=True):
             assert made.logprob == pytest.approx(first.logprob, abs=1e-4), "and those that were made again"
+
+
+async def test_an_answer_that_cannot_be_drawn_again_is_stored_before_its_end_is_told(house: House) -> None:
+    """With its idempotency key, another coordinator may be asked at once; it would draw another end."""
+    request = ask(PROMPT, seed=4, max_tokens=20, verification=common.VERIFICATION_REJECTION, gamma=0)
+    async with (
+        client(house.coordinator) as stub,
+        redis.Redis.from_url(house.redis.url) as there,
+        house.service.sessions.write_behind._batch,  # no other writes
+    ):
+        output = await generate(stub, request)
+        assert await there.hget(f"outrider:session:{{{output.session_id}}}", "finish") is not None
+        kept = await there.get(f"outrider:tokens:{{{output.session_id}}}")
+    assert len(kept or b"") == 4 * len(output.token_ids)
 
 
 @pytest.mark.parametrize("mode", [common.VERIFICATION_REJECTION, common.VERIFICATION_BLOCK])

@@ -21,7 +21,7 @@ from coordinator.persistence.stored_records import seal_worker
 from outrider.protocol import convert
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import TokenKind
+from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
 from outrider.v1 import coordinator_pb2 as pb
@@ -237,6 +237,41 @@ async def test_a_call_whose_reply_was_lost_counts_once(redis_server: Redis) -> N
         await store.connection.close()
         server.close()
         await server.wait_closed()
+
+
+def started(seed: int) -> SessionRecord:
+    tokens, kinds = [seed] * 9, [TokenKind.PLAIN] * 9
+    request = SessionRequest((1, 2), SamplingParams(seed=seed, max_tokens=9))
+    return SessionRecord(f"of-two-{seed // 10}", request, tokens=tokens, kinds=kinds)
+
+
+async def test_one_epoch_has_one_owner(redis_server: Redis) -> None:
+    """A retry with an idempotency key starts the session that its coordinator could not write: two seeds, one text."""
+    late, retried = (Store(redis_server.url, name, 60) for name in ("late", "retried"))
+    try:
+        assert await retried.write(started(18), 0, 9, whole=True) == "OK"
+        assert await late.write(started(17), 0, 4, whole=True) == "FENCED"
+        record = await late.claim("of-two-1")
+        assert record is not None
+        assert (record.request.params.seed, record.tokens) == (18, [18] * 9)
+    finally:
+        await late.connection.close()
+        await retried.connection.close()
+
+
+async def test_an_output_whose_tokens_redis_evicted_is_made_again(redis_server: Redis) -> None:
+    store = Store(redis_server.url, "other", 60)
+    try:
+        ended = started(25)
+        ended.finish_reason = FinishReason.LENGTH
+        assert await store.write(ended, 0, 9, whole=True) == "OK"
+        with redis.Redis.from_url(redis_server.url) as full:
+            full.delete("outrider:tokens:{of-two-2}")
+        record = await store.claim("of-two-2")
+        assert record is not None
+        assert (record.tokens, record.finish_reason, record.epoch) == ([], FinishReason.NONE, 2)
+    finally:
+        await store.connection.close()
 
 
 async def test_pair_histories_and_idempotency_keys_of_a_stranger(house: House) -> None:

@@ -14,7 +14,7 @@ import pytest_asyncio
 import redis.asyncio as redis
 
 from outrider.base.config import Settings
-from outrider.base.grpc_options import KEEPALIVE_MS, channel_options, server_options
+from outrider.base.grpc_options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, channel_options, server_options
 from outrider.protocol.errors import Expired, Unavailable
 from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.testing.link_emulator import EmulatedLink
@@ -444,6 +444,8 @@ def test_idle_streams_are_kept_alive() -> None:
     assert channel["grpc.keepalive_time_ms"] == KEEPALIVE_MS
     assert channel["grpc.http2.max_pings_without_data"] == 0
     assert server["grpc.http2.min_ping_interval_without_data_ms"] < channel["grpc.keepalive_time_ms"]
+    # Without it a peer that hangs was noticed after 90 s, whatever the keepalive timeout.
+    assert channel["grpc.http2.ping_timeout_ms"] == server["grpc.http2.ping_timeout_ms"] == KEEPALIVE_TIMEOUT_MS
     assert server["grpc.keepalive_permit_without_calls"] == channel["grpc.keepalive_permit_without_calls"] == 1
     assert 4 * 2**20 < server["grpc.max_receive_message_length"] < 2**31 - 1
     assert 0 < server["grpc.max_concurrent_streams"] < 2**31 - 1

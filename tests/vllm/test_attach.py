@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.engine.vllm.attached import client as attached_client
 from outrider.engine.vllm.attached import request as attached_request
 from outrider.engine.vllm.attached import scheduler as attached_scheduler
 from outrider.engine.vllm.attached.client import _RequestStream
@@ -35,6 +37,7 @@ from outrider.protocol import convert
 from outrider.protocol.errors import StartupError
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import Guess, TokenKind, Verdict, VerifySteering, VerifyTimings
+from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import verifier_pb2 as verify
 from tests.cluster import Process, free_port
 from tests.vllm.conftest import RUNNER
@@ -439,6 +442,65 @@ def test_verdicts_wait_for_the_forward_pass_unless_guesses_are_awaited(monkeypat
     scheduler._report(scheduled, output)
     scheduler._free_request(running)
     assert [item and item.tokens for _, _, item in sent.pop()] == [(4,), None], "the end comes last"
+
+
+def test_the_first_step_after_hours_without_requests_can_be_reported() -> None:
+    scheduler = object.__new__(AttachedScheduler)
+    scheduler._unsent, scheduler._started_at = [], time.monotonic()
+    scheduler._ended_at = scheduler._started_at - 5000.0
+    scheduler._attached = {"r": attached(tokens := [1, 2, 3])}
+    tokens.append(4)
+    counts = {"num_scheduled_tokens": {"r": 1}, "total_num_scheduled_tokens": 1, "scheduled_spec_decode_tokens": {}}
+    output: Any = SimpleNamespace(sampled_token_ids=[[4]], req_id_to_index={"r": 0})
+    scheduler._report(SimpleNamespace(**counts), output)  # type: ignore[arg-type]
+    ((_, _, verdict),) = scheduler._unsent
+    convert.verdict_to_proto(verdict)  # type: ignore[arg-type]
+
+
+def test_a_request_that_waits_takes_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    scheduler = object.__new__(AttachedScheduler)
+    client: Any = SimpleNamespace(open=lambda each, *_: opened.append(each.name))
+    scheduler._client, scheduler._attached, scheduler._vocab_size, scheduler.running = client, {}, 100, []
+    scheduler._ended_at, scheduler._max_wait_s, scheduler._arrived = 0.0, 0.0, threading.Event()
+    more = {"all_token_ids": [1, 2], "num_prompt_tokens": 2, "cache_salt": None}
+    waiting: dict[str, Any] = {name: SimpleNamespace(request_id=name, **more, **vars(incoming())) for name in "ab"}
+    plain = SimpleNamespace(request_id="c", **more, **vars(incoming(logprobs=1)))
+    scheduler.requests = waiting | {"c": plain}
+    for names, wanted in (("", []), ("ac", ["a"]), ("a", ["a"])):  # the newer runner names a resumed one again
+        new = [SimpleNamespace(req_id=name) for name in names]
+        scheduled = SimpleNamespace(scheduled_new_reqs=new)
+        monkeypatch.setattr(SilentScheduler, "schedule", lambda self, result=scheduled: result)
+        scheduler.schedule()
+        assert opened == wanted
+
+
+def test_a_step_reads_what_has_come_and_no_more() -> None:
+    request, count = attached([1, 2, 3]), [0]
+
+    class Endless(deque[Any]):  # of a coordinator that never stops
+        def popleft(self) -> Any:
+            count[0] += 1
+            assert count[0] <= 10, "read on and on"
+            self.append(self[0])
+            return super().popleft()
+
+    request.inbox = Endless([verify.VerifyRequest(steer=verify.VerifySteering(gamma=1))] * 3)
+    request.read()
+    assert count == [3]
+
+
+async def test_the_stream_of_an_ended_request_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached_client, "_GRACE_S", 0.01)
+    left: list[bool] = []
+
+    async def nothing(*_: Any) -> None: ...
+
+    call = SimpleNamespace(write=nothing, done_writing=nothing, cancel=lambda: left.append(True))
+    outbox: asyncio.Queue[Any] = asyncio.Queue()
+    outbox.put_nowait(None)
+    await attached_client._write(call, outbox, pb.OpenAttached())
+    assert left
 
 
 def test_workers_are_not_asked_for_guesses_of_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:

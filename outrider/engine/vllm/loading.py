@@ -164,10 +164,11 @@ def _spread(names: Iterable[str], tokens: int, per_session: int) -> Iterator[tup
 def describe_served(vllm_config: Any) -> ModelInfo:
     """Return the identity of the model that a vLLM with this configuration serves."""
     config = vllm_config.model_config
-    path = _folder(locate(config.model, lambda stage: None), config.revision)
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
-    vocabulary = Vocabulary.of(tokenizer)
-    return _describe(path, _empty_model(path), vllm_config, tokenizer, vocabulary, config.quantization or "")
+    with startup_errors(config.model, "this architecture"):
+        path = _folder(locate(config.model, lambda stage: None), config.revision)
+        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+        vocabulary = Vocabulary.of(tokenizer)
+        return _describe(path, _empty_model(path), vllm_config, tokenizer, vocabulary, config.quantization or "")
 
 
 def _folder(found: Path | str, revision: str | None = None) -> Path:

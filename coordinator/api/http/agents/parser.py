@@ -1,8 +1,4 @@
-"""Parser of answers: text, reasoning and tool calls, as they arrive.
-
-A whole answer is parsed in the same way as a streamed one, so both say the same. Text that only looks like a call is
-content.
-"""
+"""Parser of answers, streamed or whole: text, reasoning and tool calls. What only looks like a call is content."""
 
 from __future__ import annotations
 

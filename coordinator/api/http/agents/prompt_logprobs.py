@@ -57,6 +57,7 @@ async def _write(sessions: SessionManager, request: SessionRequest, sent: str, t
         ):
             async for _, new in updates:
                 tokens += new
+            tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + running[0].output.rest.text)
     if tuple(token.token for token in tokens) != prompt:
         raise PeerLost("the verifier did not repeat the prompt")
     at, added = 0, target.tokenizer.added_tokens_decoder

@@ -30,6 +30,7 @@ log = structlog.get_logger(__name__)
 _RETRY_S = 0.5
 _MAX_RETRY_S = 10.0
 _MAX_UNSENT = 1024  # messages of a stream
+_GRACE_S = 5.0  # for a coordinator to end the stream of an ended request
 
 
 class _RequestStream:
@@ -190,5 +191,7 @@ async def _write(call: Any, outbox: asyncio.Queue[verify.VerifyReply | None], op
         while (reply := await outbox.get()) is not None:
             await call.write(pb.AttachRequest(reply=reply))
         await call.done_writing()
+        await asyncio.sleep(_GRACE_S)
+        call.cancel()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return  # the reader raises the error

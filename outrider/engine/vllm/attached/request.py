@@ -16,7 +16,7 @@ from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, NO_GUESS, TokenK
 from outrider.speculation.tree import GuessTree, tallies
 from outrider.v1 import verifier_pb2 as verify
 
-_MAX_UNREAD = 1024  # messages from the coordinator
+_MAX_UNREAD = 256  # messages from the coordinator
 _SILENCE_S = 1.0  # of a coordinator, after which no step waits for it
 # Sampling parameters of vLLM with which it draws alike at guessed positions; others must have their defaults.
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -71,8 +71,8 @@ class AttachedRequest:
             arrived.set()
 
     def read(self) -> None:
-        """Apply what has arrived."""
-        while self.inbox:
+        """Apply what has arrived; a coordinator that never stops sending does not hold a step up."""
+        for _ in range(len(self.inbox)):
             message = self.inbox.popleft()
             self._heard_at = time.monotonic()
             if isinstance(message, int):

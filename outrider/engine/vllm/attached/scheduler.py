@@ -20,7 +20,7 @@ from outrider.engine.vllm.compatibility import check_installed
 from outrider.engine.vllm.loading import describe_served
 from outrider.engine.vllm.scheduler import SilentScheduler, decodes
 from outrider.protocol.errors import StartupError
-from outrider.protocol.speculation import Verdict, VerifyTimings
+from outrider.protocol.speculation import MAX_DRAFT_WAIT_US, Verdict, VerifyTimings
 from outrider.v1 import verifier_pb2 as verify
 
 log = structlog.get_logger(__name__)
@@ -51,14 +51,6 @@ class AttachedScheduler(SilentScheduler):
         self._unsent: list[tuple[AttachedRequest, int, Verdict | verify.VerifyReply | None]] = []
         self._ended_at = self._started_at = time.monotonic()  # of the last step, and of this one
 
-    def add_request(self, request: Request) -> None:
-        name, tokens = request.request_id, request.all_token_ids
-        if name not in self.requests and drawn_alike(request):
-            attached = AttachedRequest(name, tokens, request.num_prompt_tokens, guessed_with(request), self._vocab_size)
-            self._attached[name] = attached
-            self._client.open(attached, tokens, request.cache_salt or "")
-        super().add_request(request)
-
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._await_guesses()
         for request in self.running:
@@ -67,7 +59,15 @@ class AttachedScheduler(SilentScheduler):
             if attached is not None and attached.stream and decodes(request):
                 request.spec_token_ids = attached.guesses(self.num_spec_tokens)
         self._started_at = time.monotonic()
-        return super().schedule(*args, **kwargs)
+        scheduled = super().schedule(*args, **kwargs)
+        for new in scheduled.scheduled_new_reqs:  # those that wait would take sessions from those that run
+            name, request = new.req_id, self.requests[new.req_id]
+            if name not in self._attached and drawn_alike(request):
+                tokens, params = request.all_token_ids, guessed_with(request)
+                attached = AttachedRequest(name, tokens, request.num_prompt_tokens, params, self._vocab_size)
+                self._attached[name] = attached
+                self._client.open(attached, tokens, request.cache_salt or "")
+        return scheduled
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
         """Send the last step's verdicts, if no guess is awaited: vLLM asks after the forward pass has begun."""
@@ -114,7 +114,7 @@ class AttachedScheduler(SilentScheduler):
             if attached is None or not tokens:
                 continue
             timings = VerifyTimings(
-                wait_us=int(1e6 * (self._started_at - self._ended_at)),
+                wait_us=min(MAX_DRAFT_WAIT_US, int(1e6 * (self._started_at - self._ended_at))),  # idle: hours
                 step_us=int(1e6 * (now - self._started_at)),
                 sessions=len(scheduled.num_scheduled_tokens),
                 batch_tokens=scheduled.total_num_scheduled_tokens,

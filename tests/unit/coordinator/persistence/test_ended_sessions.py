@@ -75,9 +75,13 @@ async def test_an_end_that_the_store_lacks_is_kept() -> None:
     assert await load(sessions) == (85, 2, CANCELLED, False), "it is yet to be stored"
 
 
-@pytest.mark.parametrize("answer", [StoreDown("away"), None], ids=["does not answer", "has lost it"])
-async def test_without_a_stored_record_the_kept_one_continues(answer: StoreDown | None) -> None:
-    assert await load(ended(record_of(85, epoch=1), answer)) == (85, 1, NONE, False)
+async def test_without_a_stored_record_the_kept_one_continues() -> None:
+    assert await load(ended(record_of(85, epoch=1), None)) == (85, 1, NONE, False)
+
+
+async def test_a_claim_without_an_answer_may_have_counted() -> None:
+    """Redis executes it when it runs again: a write with the epoch of before would be fenced off by ourselves."""
+    assert await load(ended(record_of(85, epoch=1), StoreDown("away"))) == (85, 2, NONE, False)
 
 
 async def test_a_store_that_lost_writes_does_not_lower_the_epoch() -> None:

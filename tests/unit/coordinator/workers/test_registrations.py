@@ -12,6 +12,7 @@ import pytest
 from coordinator.persistence.store import Store
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.registrations import Registrations
+from coordinator.workers.worker_connection import SILENT_S
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import until
 from outrider.protocol.errors import Conflict, OutriderError, Unavailable
@@ -109,6 +110,21 @@ async def test_a_stream_that_breaks_off_while_its_record_is_written_does_not_cou
     admitting.cancel()
     await asyncio.gather(admitting, return_exceptions=True)
     connection.seen_at -= 60.0
+    connection.silent_s = SILENT_S
+    await prompt.synchronise()
+    assert not prompt.worker_pool.connections()
+
+
+async def test_a_worker_that_answers_is_not_forgotten_with_its_record(store: SlowStore, prompt: Registrations) -> None:
+    """The coordinator that it reports to hangs, or does not reach Redis."""
+    store.records[DRAFTER.worker_id] = DRAFTER
+    await prompt.synchronise()
+    (connection,) = prompt.worker_pool.connections()
+    store.records.clear()
+    connection.seen_at -= 60.0
+    await prompt.synchronise()
+    assert prompt.worker_pool.connections() == [connection]
+    connection.silent_s = SILENT_S
     await prompt.synchronise()
     assert not prompt.worker_pool.connections()
 

@@ -42,7 +42,7 @@ def chat(**more: Any) -> ChatBody:
 
 
 def read(
-    target: Target, manner: Manner, text: str, *, stops: Sequence[str] = (), whole: bool = True
+    target: Target, manner: Manner, text: str, *, stops: Sequence[str] = (), whole: bool = True, tools: Any = TOOLS
 ) -> dict[PartKind, str]:
     """Return what each kind of part says, from all tokens at once or one by one."""
     output = SessionOutput(TextStream(target.decode, [], stops))
@@ -52,7 +52,7 @@ def read(
             break
     output.end(finished=True)
     session = cast(Session, SimpleNamespace(output=output))
-    reader = AnswerReader(chat(tools=TOOLS), target, manner)
+    reader = AnswerReader(chat(tools=tools), target, manner)
     groups = [output.tokens] if whole else [[token] for token in output.tokens]
     said = dict.fromkeys(PartKind, "")
     for group in groups:
@@ -68,6 +68,12 @@ def read(
 def test_a_call_is_read_whether_its_marks_are_special_tokens_or_text(special: bool, whole: bool) -> None:
     found = read(target_with(special=special), Manner(HERMES, True), "So. " + CALL, whole=whole)
     assert found == {PartKind.CONTENT: "So. ", PartKind.CALL: "f", PartKind.ARGUMENTS: '{"a": 1}'}
+
+
+def test_marks_that_mark_nothing_have_no_text() -> None:
+    """As in chats that are not read in parts: a response has the text of its chat."""
+    found = read(target_with(special=True), Manner(HERMES, True), "So <think><tool_call>.", tools=None)
+    assert found == {PartKind.CONTENT: "So ."}
 
 
 @pytest.mark.parametrize("stop", ["<tool_call>", ". <tool_call>", "<tool"])
