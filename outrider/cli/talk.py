@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import sys
 from typing import Annotated, Any
@@ -97,10 +99,11 @@ def chat(
     params = options.sampling(context.params)
     opening = [("system", system)] if system else []
     history = list(opening)
-    console = Console()
+    with contextlib.suppress(ImportError):  # edits lines; without it a terminal cuts them off after 4095 bytes
+        importlib.import_module("readline")
     with options.connect(context.params) as client:
-        console.print(Text.assemble((printable(client.model(model).name), "bold"), "  /reset  /exit"))
-        while (line := _read_line(console)) is not None:
+        Console().print(Text.assemble((printable(client.model(model).name), "bold"), "  /reset  /exit"))
+        while (line := _read_line()) is not None:
             if line == "/reset":
                 history = list(opening)
                 continue
@@ -116,12 +119,13 @@ def chat(
                 typer.echo(f"outrider: {error.message}", err=True)
 
 
-def _read_line(console: Console) -> str | None:
+def _read_line() -> str | None:
     """Return a line from the user; None: exit."""
     try:
-        line = console.input("[bold green]you>[/bold green] ").strip()
-    except (EOFError, KeyboardInterrupt):
-        return None
+        line = input("you> ").strip()
+    except (EOFError, KeyboardInterrupt) as end:  # Ctrl-C drops a line, or came too late to stop an answer
+        typer.echo()
+        return None if isinstance(end, EOFError) else ""
     return None if line in ("/exit", "/quit") else line
 
 

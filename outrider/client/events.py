@@ -128,6 +128,8 @@ def _request(prompt: str | None, options: Options) -> pb.GenerateRequest:
     if prompt is not None:
         request.prompt = prompt
     elif chat := options.get("chat"):
+        if not all(isinstance(message, tuple | list) for message in chat):  # a dict would unpack to its keys
+            raise InvalidRequest("chat has messages that are no pairs (role, content)", field="chat")
         request.chat.messages.extend(pb.ChatMessage(role=role, content=content) for role, content in chat)
     else:
         request.tokens.ids.extend(options.get("tokens", ()))

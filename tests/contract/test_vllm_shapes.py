@@ -119,7 +119,11 @@ async def test_metrics_are_open_to_tools_without_a_key_where_that_is_meant(
         in_process(service, settings),
         httpx.AsyncClient(base_url=f"http://{service.http_address}", timeout=10) as stranger,
     ):
-        status = {route: (await stranger.get(route)).status_code for route in ("/metrics", "/fleet", "/v1/models")}
+        status = {
+            route: (await stranger.get(route)).status_code
+            for route in ("/metrics", "/fleet", "/v1/models", "/docs", "/openapi.json")
+        }
         key = {"Authorization": "Bearer a-client"}
         assert (await stranger.get("/metrics", headers=key)).status_code == 200
-    assert status == {"/metrics": 200 if open_metrics else 401, "/fleet": 401, "/v1/models": 401}
+    opened = dict.fromkeys(("/docs", "/openapi.json"), 200)  # a browser follows a link without a key
+    assert status == opened | {"/metrics": 200 if open_metrics else 401, "/fleet": 401, "/v1/models": 401}

@@ -102,6 +102,19 @@ def endless(page: Page, **speculation: Any) -> None:
     page.route(CHAT, on)
 
 
+def stop_soon(page: Page, how: str) -> None:
+    # From inside the page: a tiny model may be through before anybody outside has seen its first words.
+    page.evaluate(
+        """how => new MutationObserver((_, watch) => {
+          if (document.querySelectorAll(".answer .token").length < 5) return;
+          watch.disconnect();
+          if (how === "button") document.getElementById("stop").click();
+          else document.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape"}));
+        }).observe(document.getElementById("turns"), {childList: true, subtree: true})""",
+        how,
+    )
+
+
 def complete(page: Page) -> None:
     expect(page.locator("#send")).to_be_visible(timeout=ANSWER_MS)
 
@@ -155,16 +168,7 @@ def test_the_text_is_what_the_api_says(page: Page, cluster: Cluster) -> None:
 def test_stopping_frees_the_session(page: Page, cluster: Cluster, how: str) -> None:
     endless(page)
     choose(page, max_tokens="1800")
-    # From inside the page: a tiny model may be through before anybody outside has seen its first words.
-    page.evaluate(
-        """how => new MutationObserver((_, watch) => {
-          if (document.querySelectorAll(".answer .token").length < 5) return;
-          watch.disconnect();
-          if (how === "button") document.getElementById("stop").click();
-          else document.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape"}));
-        }).observe(document.getElementById("turns"), {childList: true, subtree: true})""",
-        how,
-    )
+    stop_soon(page, how)
     ask(page, "Go on for ever")
     expect(page.locator(".answer .token").nth(4)).to_be_attached(timeout=ANSWER_MS)
     complete(page)
@@ -292,6 +296,61 @@ def test_a_refusal_is_shown_in_the_servers_words(browser: Browser, cluster: Clus
     choose(page, max_tokens="4000")
     ask(page, "More than there is room for")
     expect(page.get_by_role("alert")).to_contain_text("max_tokens is 4000, must be at most")
+    context.close()
+
+
+def test_a_refusal_of_a_long_question_is_not_covered_by_it(page: Page) -> None:
+    stream = 'data: {"error": {"message": "The prompt is too long."}}\n\ndata: [DONE]\n\n'
+    page.route(CHAT, lambda route: route.fulfill(status=200, content_type="text/event-stream", body=stream))
+    ask(page, "A long question. " * 400)
+    expect(page.locator("#prompt")).to_have_value(re.compile("A long question"))
+    seen = """one => { const box = one.getBoundingClientRect();
+        return one === document.elementFromPoint(box.left + 5, (box.top + box.bottom) / 2); }"""
+    assert page.get_by_role("alert").evaluate(seen)
+
+
+def test_a_number_that_no_option_has_is_shown(browser: Browser, cluster: Cluster) -> None:
+    """Chromium refuses to send the form and cannot point at a field in closed options."""
+    with opened(browser, cluster.coordinators[0].web) as page:
+        choose(page, seed="-1")
+        ask(page, "Nothing happens?")
+        expect(page.locator("#seed")).to_be_focused()
+        expect(page.locator("#prompt")).to_have_value("Nothing happens?")
+
+
+def test_a_comparison_stopped_half_way_is_remembered(page: Page) -> None:
+    endless(page)
+    page.check("#compare")
+    choose(page, max_tokens="1800")
+    stop_soon(page, "button")
+    ask(page, "Go on for ever")
+    expect(page.locator(".answer .token").nth(4)).to_be_attached(timeout=ANSWER_MS)
+    complete(page)
+    page.uncheck("#compare")
+    choose(page, max_tokens="4")
+    with page.expect_request(CHAT) as asked:
+        ask(page, "And on")
+    complete(page)
+    assert json.loads(asked.value.post_data or "")["messages"][1]["content"]
+
+
+def test_options_say_what_is_sent_after_the_way_back(page: Page) -> None:
+    page.click("summary")
+    page.locator("#temperature").press("ArrowRight")
+    page.goto(f"{page.url}docs")
+    page.go_back()
+    expect(page.locator("#state-text")).to_have_text("ready")
+    assert page.input_value("#temperature") == page.locator("#temperature-value").text_content()
+
+
+def test_a_browser_without_storage(browser: Browser, cluster: Cluster) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    denied = "Object.defineProperty(window, name, {get() { throw new DOMException('no', 'SecurityError'); }})"
+    page.add_init_script(f"for (const name of ['localStorage', 'sessionStorage']) {denied};")
+    page.goto(cluster.coordinators[0].web)
+    expect(page.locator("#state-text")).to_have_text("ready")
+    page.click("#theme")
     context.close()
 
 

@@ -181,7 +181,7 @@ class Api:
 
 
 _STARTED = time.time()
-_OPEN = pages.OPEN_PAGES | {"/health", "/ready"}  # for probes, and for the page in which a user enters a key
+_OPEN = pages.OPEN_PAGES | {"/openapi.json", "/health", "/ready"}  # for probes and browsers, which send no key
 
 
 def _key(request: Request) -> str:

@@ -81,8 +81,8 @@ def document() -> Json:
             "/health": {"get": _OPEN | _gets("Liveness of this process", _json(responses.Status))},
             "/ready": {"get": _OPEN | _gets("Readiness to answer requests", _json(responses.Status), 503)},
             "/metrics": {"get": _gets("Counters and gauges for Prometheus", {"text/plain": {}}, 401)},
-            "/openapi.json": {"get": _gets("This document", {"application/json": {}}, 401)},
-            "/docs": {"get": _gets("This document as a page", {"text/html": {}}, 401)},
+            "/openapi.json": {"get": _OPEN | _gets("This document", {"application/json": {}})},
+            "/docs": {"get": _OPEN | _gets("This document as a page", {"text/html": {}})},
         },
         "components": {
             "schemas": schemas["$defs"],

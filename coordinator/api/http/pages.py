@@ -21,7 +21,7 @@ _PAGES = {
     "/docs.js": ("docs.js", "text/javascript"),
     "/style.css": ("style.css", "text/css"),
 }
-OPEN_PAGES = frozenset(_PAGES) - {"/docs"}  # served without a key: they contain no data
+OPEN_PAGES = frozenset(_PAGES)  # served without a key: they contain no data
 
 
 def routes() -> list[Route]:

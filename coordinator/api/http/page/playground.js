@@ -7,6 +7,13 @@ const RECENT = 40; // tokens of the acceptance chart
 const WINDOW_MS = 2000; // of the present speed
 const KINDS = ["accepted", "recovered", "bonus", "plain"];
 
+const stored = (kind) => {
+  try {
+    return window[kind];
+  } catch {
+    return null; // forbidden by the browser
+  }
+};
 const find = (id) => document.getElementById(id);
 const make = (name, properties = {}, ...children) => {
   const made = Object.assign(document.createElement(name), properties);
@@ -304,10 +311,11 @@ const ask = async (text) => {
     if (!signal.aborted) await follow(guessed, body, signal);
     if (both && plain.rate && guessed.rate) answers.after(race(plain, guessed));
     if (talk === history) scrollDown();
-    talk.push({ role: "user", content: text }, { role: "assistant", content: guessed.text });
+    talk.push({ role: "user", content: text }, { role: "assistant", content: guessed.text || plain?.text || "" });
     find("news").textContent = `${signal.aborted ? "Stopped" : "Complete"}: ${plural(guessed.tokens, "token")}`;
   } catch (error) {
     find("prompt").value ||= text; // the answer shows why; the question can be sent again
+    answers.querySelector(".failed")?.scrollIntoView({ block: "center" }); // a long question covered it
     if (error.status === 401) find("options").open = true;
   } finally {
     answers.querySelectorAll(".writing").forEach((said) => said.classList.remove("writing"));
@@ -332,6 +340,7 @@ find("ask").addEventListener("submit", (event) => {
   find("prompt").value = "";
   ask(text);
 });
+find("ask").addEventListener("invalid", () => { find("options").open = true; }, true); // to show which and why
 find("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
@@ -373,21 +382,21 @@ find("gamma").append(
 find("choice").addEventListener("change", () => {
   find("model").textContent = find("choice").value;
 });
-find("key").value = sessionStorage.getItem("key") || "";
+find("key").value = stored("sessionStorage")?.getItem("key") || "";
 find("key").addEventListener("change", () => {
-  sessionStorage.setItem("key", find("key").value.trim());
+  stored("sessionStorage")?.setItem("key", find("key").value.trim());
   look();
 });
 
 const themed = (theme) => {
   if (theme) document.documentElement.dataset.theme = theme;
 };
-themed(localStorage.getItem("theme"));
+themed(stored("localStorage")?.getItem("theme"));
 find("theme").addEventListener("click", () => {
   const shown = document.documentElement.dataset.theme ||
     (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   const next = shown === "dark" ? "light" : "dark";
-  localStorage.setItem("theme", next);
+  stored("localStorage")?.setItem("theme", next);
   themed(next);
 });
 

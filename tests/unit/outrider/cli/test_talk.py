@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
+import select
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +44,7 @@ def test_an_error_ends_an_answer_and_not_the_conversation(monkeypatch: pytest.Mo
             raise Unavailable("the verifier is full")
         return "Yes."
 
-    def read(_: object) -> str | None:
+    def read() -> str | None:
         return next(lines, None)
 
     monkeypatch.setattr(talk.options, "connect", lambda _: there)
@@ -49,6 +54,74 @@ def test_an_error_ends_an_answer_and_not_the_conversation(monkeypatch: pytest.Mo
     assert result.exit_code == 0, result.output
     assert "the verifier is full" in result.output
     assert there.asked[2] == [("user", "one"), ("assistant", "Yes."), ("user", "three")]
+
+
+CHAT = """
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from outrider.cli import talk
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+client = MagicMock()
+client.__enter__.return_value.model.return_value = SimpleNamespace(name="toy")
+talk.options.connect = lambda _: client
+talk._stream = lambda client, request, **_: print(ascii(request["chat"][-1][1])) or "Yes."
+from outrider.cli.app import app
+app(["chat"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "asked"),
+    [(b"And\x1b[D\x1b[Dx\n", "'Axnd'"), (b"word " * 1500 + b"END\n", "word END'")],
+    ids=["arrows", "long"],
+)
+def test_a_line_typed_in_a_terminal_arrives_whole(typed: bytes, asked: str) -> None:
+    """Without readline a terminal kept 4095 bytes of a line and passed the arrow keys on."""
+    ours, theirs = pty.openpty()
+    chat = subprocess.Popen(
+        [sys.executable, "-c", CHAT],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm"},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    try:
+        _read_until(ours, "you> ")
+        for i in range(0, len(typed), 256):
+            os.write(ours, typed[i : i + 256])
+        assert asked in _read_until(ours, asked)
+        os.write(ours, b"/exit\n")
+        _read_until(ours)
+        assert chat.wait(20) == 0
+    finally:
+        chat.kill()
+        chat.wait()
+        os.close(ours)
+
+
+@pytest.mark.parametrize(("end", "line"), [(KeyboardInterrupt, ""), (EOFError, None)])
+def test_ctrl_c_before_a_line_ends_no_conversation(
+    end: type[BaseException], line: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(_: str) -> str:
+        raise end
+
+    monkeypatch.setattr("builtins.input", read)
+    assert talk._read_line() == line
+
+
+def _read_until(terminal: int, *ends: str) -> str:
+    """Return what a terminal shows, up to one of `ends` or its end."""
+    shown = ""
+    while not any(end in shown for end in ends) and select.select([terminal], [], [], 20)[0]:
+        try:
+            shown += os.read(terminal, 65536).decode(errors="replace")
+        except OSError:  # closed by its process
+            break
+    return shown
 
 
 def test_generate_takes_no_drafter_or_stop_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

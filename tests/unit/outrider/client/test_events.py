@@ -43,3 +43,10 @@ def test_numbers_that_no_request_can_carry_are_refused(given: Any) -> None:
 def test_a_text_that_is_not_utf8_is_told() -> None:
     with pytest.raises(InvalidRequest, match="a text is not UTF-8"):
         make_request("\udcff", {})
+
+
+@pytest.mark.parametrize("chat", ["hello", ["hi"], [{"role": "user", "content": "hi"}]])
+def test_a_message_that_is_no_pair_is_refused(chat: Any) -> None:
+    """A dict unpacks to its keys: the target was asked "content" by somebody called "role"."""
+    with pytest.raises(InvalidRequest, match="pairs"):
+        make_request(None, {"chat": chat})
