@@ -88,7 +88,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
             raise
 
     async def _read(self, requests: AsyncIterator[Any], share: ByteShare, *, large: bool) -> Any:
-        """Return the next complete message, or None at the end; raise Overloaded or Expired."""
+        """Return the next complete message, or None at the end; raise Overloaded, Expired or InvalidRequest."""
         reading = asyncio.ensure_future(_next(requests))
         try:
             for _ in range(SOON_TICKS):

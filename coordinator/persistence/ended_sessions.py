@@ -34,22 +34,22 @@ class EndedSessions:
 
     async def load(self, session_id: str) -> tuple[SessionRecord, bool]:
         """Claim a session; return its record, and whether it is stored as finished."""
-        recent = self._remembered(session_id)
+        recent, answered = self._remembered(session_id), True
         try:
             record = await self._store.claim(session_id, tenant().id)
         except StoreDown:
             if recent is None:
                 raise
-            record = replace(recent, epoch=recent.epoch + 1)  # Redis may have counted on and not said so
+            record, answered = replace(recent, epoch=recent.epoch + (not recent.guessed), guessed=True), False
         if record is None:
             if recent is None:
                 raise _unknown(session_id)
             record = recent
-        stored_as_finished = record.finished
+        stored_as_finished = record.finished and answered
         # A claim counts an unfinished session's epoch on by one; beyond that another coordinator may have owned it.
-        if recent is not None and recent.epoch + (not record.finished) >= record.epoch:
+        if recent is not None and recent.epoch - recent.guessed + (not record.finished) >= record.epoch:
             most = max(record, recent, key=lambda each: (len(each.tokens), each.finished))
-            record = replace(most, epoch=max(recent.epoch, record.epoch))
+            record = replace(most, epoch=max(recent.epoch, record.epoch), guessed=record.guessed)
             self.keep(record)
         return record, stored_as_finished
 

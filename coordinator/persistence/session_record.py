@@ -107,6 +107,7 @@ class SessionRecord:
     model: str = ""  # the identity of its target, see `Target`
     verifier: str = ""  # the last one, whose prefix cache may still match
     tenant: str = ""
+    guessed: bool = False  # the epoch: Redis did not answer the claim that may have counted it on
 
     def append(self, tokens: Sequence[int], kinds: Sequence[TokenKind], known: Sequence[TokenLogprobs | None]) -> None:
         """Add output tokens; `known` has one entry per token if they were requested, else none."""

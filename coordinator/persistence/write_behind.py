@@ -70,7 +70,8 @@ class WriteBehind:
         entry.opening = True
         try:
             async with asyncio.timeout(seconds):
-                await self._write(entry)
+                if await self._write(entry) and not entry.known:  # Redis has lost it: now as a whole
+                    await self._write(entry)
         except (StoreDown, TimeoutError) as error:
             reason = str(error) or f"no answer within {seconds:g} s"
             log.warning(failed, session_id=entry.record.session_id, error=reason)

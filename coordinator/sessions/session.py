@@ -101,7 +101,7 @@ class Session:
 
     def cancel(self) -> None:
         """End the session for good, at the client's request."""
-        if not self.ended:
+        if not self.ended and not self.record.finished:
             self.record.finish_reason = FinishReason.CANCELLED
             self.store()
             self.stop()

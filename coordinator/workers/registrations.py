@@ -23,6 +23,7 @@ LOST_AFTER_HEARTBEATS = 5
 SILENT_AFTER_HEARTBEATS = 2.5  # then another worker may take its address, as after a restart
 MAX_WORKERS = 1024  # of a role
 _AGAIN_MS = 500
+_ANSWERING = 12  # times as long a worker is kept that answers probes
 
 
 class Registrations:
@@ -119,15 +120,22 @@ class Registrations:
     async def _forget_silent(self, known: set[str]) -> None:
         for connection in self._workers:
             worker_id = connection.info.worker_id
-            # One that answers lives: the coordinator that it reports to may hang, or not reach Redis.
-            silent = connection.is_silent and time.monotonic() - connection.seen_at > self._lost_after_s
-            if silent and not connection.registrations and self._store.up and worker_id not in known:
+            # One that answers may live: the coordinator that it reports to hangs, or does not reach Redis.
+            lost = self._is_late(connection, 1 if connection.is_silent else _ANSWERING)
+            if lost and self._store.up and worker_id not in known:
                 await self._workers.drop(worker_id)
+
+    def _is_late(self, connection: WorkerConnection, times: int = 1) -> bool:
+        """Return whether a worker without a registration here was not seen for so many times the usual limit."""
+        return not connection.registrations and time.monotonic() - connection.seen_at > times * self._lost_after_s
 
     async def _add(self, info: WorkerInfo) -> WorkerConnection:
         # One verifier after another, since a new target is forgotten if another comes before its verifier is known.
         async with self._verifier_joins if info.role is Role.VERIFIER else nullcontext():
             self._refuse_impostor(info)
+            for each in self._workers:  # restarted there with other weights, it would be refused beside its ghost
+                if self._is_late(each) and each.info.worker_id != info.worker_id and same_place(each.info, info):
+                    await self._workers.drop(each.info.worker_id)
             await self.worker_pool.check(info)
             self._refuse_impostor(info)  # the check awaited, so another worker may have joined
             connection = await self._workers.put(info)

@@ -197,7 +197,7 @@ async def test_guesses_can_be_shown(web: httpx.AsyncClient) -> None:
 
 
 async def test_an_idempotency_key_never_generates_twice(web: httpx.AsyncClient) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 12}
+    body = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
     headers = {"Idempotency-Key": "the-same-again"}
     first, second = [(await web.post("/v1/completions", json=body, headers=headers)).json() for _ in range(2)]
     assert first["choices"] == second["choices"]

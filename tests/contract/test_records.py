@@ -10,6 +10,7 @@ import httpx2 as httpx
 import pytest
 import redis.asyncio as redis
 
+from coordinator.persistence import write_behind
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.persistence.store import Store
 from outrider.base.aio import until
@@ -158,8 +159,12 @@ async def test_log_probabilities_come_again_with_the_tokens(house: House) -> Non
             assert made.logprob == pytest.approx(first.logprob, abs=1e-4), "and those that were made again"
 
 
-async def test_an_answer_that_cannot_be_drawn_again_is_stored_before_its_end_is_told(house: House) -> None:
+async def test_an_answer_that_cannot_be_drawn_again_is_stored_before_its_end_is_told(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With its idempotency key, another coordinator may be asked at once; it would draw another end."""
+    monkeypatch.setattr(write_behind, "FIRST_WRITE_S", 5.0)
+    monkeypatch.setattr(write_behind, "FIRST_WRITE_DOWN_S", 5.0)
     request = ask(PROMPT, seed=4, max_tokens=20, verification=common.VERIFICATION_REJECTION, gamma=0)
     async with (
         client(house.coordinator) as stub,

@@ -27,7 +27,7 @@ import torch
 from outrider.engine.vllm.attached import client as attached_client
 from outrider.engine.vllm.attached import request as attached_request
 from outrider.engine.vllm.attached import scheduler as attached_scheduler
-from outrider.engine.vllm.attached.client import _RequestStream
+from outrider.engine.vllm.attached.client import AttachmentClient, _RequestStream
 from outrider.engine.vllm.attached.draws import walk
 from outrider.engine.vllm.attached.options import AttachOptions
 from outrider.engine.vllm.attached.request import AttachedRequest, as_plain, drawn_alike, guessed_with
@@ -37,7 +37,6 @@ from outrider.protocol import convert
 from outrider.protocol.errors import StartupError
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import Guess, TokenKind, Verdict, VerifySteering, VerifyTimings
-from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import verifier_pb2 as verify
 from tests.cluster import Process, free_port
 from tests.vllm.conftest import RUNNER
@@ -491,16 +490,16 @@ def test_a_step_reads_what_has_come_and_no_more() -> None:
 
 
 async def test_the_stream_of_an_ended_request_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its coordinator reads nothing, so that the end cannot be written."""
     monkeypatch.setattr(attached_client, "_GRACE_S", 0.01)
-    left: list[bool] = []
-
-    async def nothing(*_: Any) -> None: ...
-
-    call = SimpleNamespace(write=nothing, done_writing=nothing, cancel=lambda: left.append(True))
-    outbox: asyncio.Queue[Any] = asyncio.Queue()
-    outbox.put_nowait(None)
-    await attached_client._write(call, outbox, pb.OpenAttached())
-    assert left
+    left = asyncio.Event()
+    stream = _RequestStream(attached([1, 2, 3]), [1, 2, 3])
+    stream.call, stream.outbox = SimpleNamespace(cancel=left.set), asyncio.Queue()
+    client: Any = SimpleNamespace(_streams={"r": stream}, _loop=asyncio.get_running_loop())
+    AttachmentClient._send(client, [(stream.request, 0, None)])
+    assert not client._streams
+    assert not left.is_set(), "its coordinator may end it"
+    await asyncio.wait_for(left.wait(), 5)
 
 
 def test_workers_are_not_asked_for_guesses_of_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ class _RequestStream:
         self.number, self.closed = 0, False
         self.outbox: asyncio.Queue[verify.VerifyReply | None] | None = None  # None: no stream is open
         self.unsent: list[Verdict] = []  # without guesses
+        self.call: Any = None  # the last one
         self.plain_steps = 1  # that the coordinator takes in one verdict
 
     def send(self, number: int, item: Verdict | verify.VerifyReply | None) -> None:
@@ -108,6 +109,8 @@ class AttachmentClient:
                 stream.send(number, item)
                 if item is None:
                     del self._streams[request.name]
+                    if stream.call is not None:
+                        self._loop.call_later(_GRACE_S, stream.call.cancel)
 
     async def _keep_attached(self, stream: _RequestStream) -> None:
         while not stream.closed:
@@ -156,7 +159,7 @@ class AttachmentClient:
             cache_salt=stream.salt,
             max_guesses=self._max_guesses,
         )
-        call = stub.Attach()
+        stream.call = call = stub.Attach()
         writing = self._loop.create_task(_write(call, stream.outbox, opening))
         try:
             async for message in call:
@@ -191,7 +194,5 @@ async def _write(call: Any, outbox: asyncio.Queue[verify.VerifyReply | None], op
         while (reply := await outbox.get()) is not None:
             await call.write(pb.AttachRequest(reply=reply))
         await call.done_writing()
-        await asyncio.sleep(_GRACE_S)
-        call.cancel()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return  # the reader raises the error

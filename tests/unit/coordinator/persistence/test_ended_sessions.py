@@ -81,7 +81,24 @@ async def test_without_a_stored_record_the_kept_one_continues() -> None:
 
 async def test_a_claim_without_an_answer_may_have_counted() -> None:
     """Redis executes it when it runs again: a write with the epoch of before would be fenced off by ourselves."""
-    assert await load(ended(record_of(85, epoch=1), StoreDown("away"))) == (85, 2, NONE, False)
+    away = StoreDown("away")
+    sessions = ended(record_of(85, epoch=1), away, away, record_of(80, 2))
+    assert await load(sessions) == (85, 2, NONE, False)
+    assert await load(sessions) == (85, 2, NONE, False), "another coordinator may own the next one"
+    assert await load(sessions) == (85, 2, NONE, False), "it had not counted"
+
+
+async def test_an_epoch_that_was_guessed_is_no_claim() -> None:
+    """Another coordinator owned the session while this one could not reach Redis."""
+    sessions = ended(record_of(85, epoch=1), StoreDown("away"), record_of(20, 3))
+    assert await load(sessions) == (85, 2, NONE, False)
+    assert await load(sessions) == (20, 3, NONE, False)
+
+
+async def test_an_end_is_stored_with_the_epoch_that_was_guessed() -> None:
+    """A write of before would be fenced off by the claim, and the end be lost."""
+    sessions = ended(record_of(85, 1, CANCELLED), StoreDown("away"))
+    assert await load(sessions) == (85, 2, CANCELLED, False), "it is yet to be stored"
 
 
 async def test_a_store_that_lost_writes_does_not_lower_the_epoch() -> None:

@@ -183,3 +183,16 @@ async def test_many_sessions_are_written_less_often() -> None:
     running.cancel()
     took_s = asyncio.get_running_loop().time() - began
     assert len(entries) < store.writes <= SESSIONS_PER_S * took_s + 3 * len(entries)
+
+
+async def test_an_end_that_is_awaited_is_written_though_redis_lost_the_session() -> None:
+    store = SlowStore()
+    write_behind, entry = journal_over(store), entry_of("s")
+    await write_behind.write_first(entry)
+    store.known.clear()
+    grow(entry)
+    entry.record.finish_reason = FinishReason.STOP
+    await write_behind.write_first(entry)
+    assert entry.current
+    assert store.known == {"s": 1}
+    assert store.finished == {"s"}

@@ -121,12 +121,46 @@ async def test_a_worker_that_answers_is_not_forgotten_with_its_record(store: Slo
     await prompt.synchronise()
     (connection,) = prompt.worker_pool.connections()
     store.records.clear()
-    connection.seen_at -= 60.0
+    connection.seen_at -= 20.0
     await prompt.synchronise()
     assert prompt.worker_pool.connections() == [connection]
     connection.silent_s = SILENT_S
     await prompt.synchronise()
     assert not prompt.worker_pool.connections()
+
+
+async def test_a_worker_that_is_not_seen_for_long_is_forgotten_though_something_answers(
+    store: SlowStore, prompt: Registrations
+) -> None:
+    """Another process at its address may answer: a probe does not ask who it is."""
+    store.records[DRAFTER.worker_id] = DRAFTER
+    await prompt.synchronise()
+    (connection,) = prompt.worker_pool.connections()
+    store.records.clear()
+    connection.seen_at -= 60.0
+    await prompt.synchronise()
+    assert not prompt.worker_pool.connections()
+
+
+async def test_a_worker_restarted_with_other_weights_is_checked_without_its_ghost(
+    store: SlowStore, prompt: Registrations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new process answers the probes of the old connection, so the old worker seems to be there."""
+    store.records[DRAFTER.worker_id] = DRAFTER
+    await prompt.synchronise()
+    (ghost,) = prompt.worker_pool.connections()
+    present: list[list[str]] = []
+
+    async def check(info: WorkerInfo) -> None:
+        present.append([each.info.worker_id for each in prompt.worker_pool.connections()])
+
+    monkeypatch.setattr(prompt.worker_pool, "check", check)
+    restarted = replace(DRAFTER, worker_id="restarted", model=ModelInfo("m", "other weights"))
+    store.records = {restarted.worker_id: restarted}
+    ghost.seen_at -= 5.0
+    await prompt.synchronise()
+    assert present == [[]]
+    assert [each.info.worker_id for each in prompt.worker_pool.connections()] == ["restarted"]
 
 
 async def test_a_worker_that_was_removed_is_told_to_register_again(prompt: Registrations) -> None:
