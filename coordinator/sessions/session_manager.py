@@ -142,12 +142,12 @@ class SessionManager:
 
     async def begin(self, request: SessionRequest, target: Target, key: str = "") -> Session:
         """Return a new session, or the one that this idempotency key stands for."""
-        if key not in self._keys:
+        if key not in self._keys:  # a repeated request starts nothing
             self._context.seats(target.identity).check_in_time(tenant().id, urgency(), request)
-        running = [s for s in self.live if s.target.identity == target.identity and not s.ended]
-        waits = [(session.record.tenant, session.stats.waiting) for session in running]
-        limits_of(self._settings, target).admit(target.info.name, waits, tenant().id)
-        self.admit(len(request.prompt))
+            running = [s for s in self.live if s.target.identity == target.identity and not s.ended]
+            waits = [(session.record.tenant, session.stats.waiting) for session in running]
+            limits_of(self._settings, target).admit(target.info.name, waits, tenant().id)
+            self.admit(len(request.prompt))
         # Prefix caches of this tenant are kept apart from those of other tenants.
         salt = request.cache_salt if self._settings.share_prefixes else tenant().salt(request.cache_salt)
         record = SessionRecord(

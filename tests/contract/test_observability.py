@@ -33,6 +33,7 @@ from tests.contract.test_processes import assert_told, run
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "outrider.json"
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
+PROMETHEUS = ROOT / "deploy" / "prometheus" / "prometheus.yml"
 PROMPT = "Two heads are better than one, and two heads are better than none. Two heads are "
 LENGTH = 180
 ADDED = {"job", "instance"}  # labels that Prometheus adds
@@ -298,7 +299,10 @@ async def test_alerts_name_values_that_exist(watched: Watched) -> None:
         for selector in _SELECTOR.finditer(expression):
             for label, given in re.findall(r'(\w+)="([^"]*)"', selector["labels"] or ""):
                 samples = [s for page in pages for s in page.samples if s.name == selector["name"]]
-                assert given in {sample.labels[label] for sample in samples}, f"{place}: no {label} is {given}"
+                values = {sample.labels[label] for sample in samples}
+                if (selector["name"], label) == ("up", "job"):  # Prometheus's own, of what it scrapes
+                    values = set(re.findall(r"job_name: (\S+)", PROMETHEUS.read_text()))
+                assert given in values, f"{place}: no {label} is {given}"
 
 
 def test_a_metrics_port_that_is_taken_is_named() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from drafter.interface import DraftRequest
 from drafter.methods.ngram import NgramDrafter
-from drafter.session import MESSAGE_S, DraftOpening, DraftSession
+from drafter.session import MAX_TREE, MESSAGE_S, DraftOpening, DraftSession
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution, DraftSteering, Guess
@@ -106,6 +106,22 @@ def test_a_drafter_that_is_done_is_asked_again_after_a_commit() -> None:
     assert session.next_request() is None
     session.commit(3, (9,))
     assert session.next_request() is not None
+
+
+def test_a_drafter_that_is_done_is_asked_again_after_steering() -> None:
+    """With other limits it may have more to say."""
+    session = opened()
+    draft(session, done=True)
+    assert session.next_request() is None
+    session.steer(DraftSteering(gamma=8))
+    assert session.next_request() is not None
+
+
+def test_open_guesses_are_bounded_whatever_is_asked_for() -> None:
+    session = opened(gamma=32, branches=8)
+    request = session.next_request()
+    assert request is not None
+    assert request.budget == MAX_TREE
 
 
 # --- what is sent ----------------------------------------------------------------------------------------------------

@@ -159,3 +159,25 @@ def test_steering_that_says_nothing_of_it_leaves_it() -> None:
     assert one.paying_guesses == 32
     one.steer(VerifySteering(paying_nodes=0))
     assert one.paying_guesses == 0
+
+
+def test_a_key_with_many_sessions_that_owes_time_is_asked_again_soon() -> None:
+    """Nothing else wakes the loop for it: the only other session waits for a guess."""
+    engine, params = MockEngine(), SamplingParams(seed=1, max_tokens=9)
+    sessions = [
+        VerifySession(VerifyOpening(f"s{i}", 1, (1,), 1, params, tenant=tenant), engine.info, engine.device)
+        for i, tenant in enumerate(["light"] + ["heavy"] * 4)
+    ]
+    for each in sessions:
+        each.commit(Verdict(1, (1,), 0, TokenKind.PLAIN))
+        each.cache_length = 1
+    light, now = sessions[0], sessions[0].waiting_since
+    batching = Batching(LIMITS, StepTimes(NARROW))
+    batch, _ = batching.schedule(sessions, now)
+    assert len(batch) > 1
+    batching.record(batch, 1000.0)
+    light.steer(VerifySteering(gamma=2, draft_wait_us=10_000_000))
+    batch, wait_s = batching.schedule(sessions, now + 0.01)
+    assert not batch
+    assert wait_s is not None
+    assert wait_s < 0.1

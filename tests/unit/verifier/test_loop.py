@@ -144,10 +144,32 @@ async def test_a_drafter_in_the_process_takes_verdicts_and_gives_guesses() -> No
     assert [tally.source for tally in second.sources] == [3]
     assert second.timings.draft_us == 70
     assert second.hidden_states is not None, "the drafter has left, so they are for another one"
-    give(Guess(5, 1, 0, (10**9,)))
+    give(Guess(6, 2, 0, (7,), draft_us=30))
+    third = await asyncio.wait_for(session.outbox.get(), 5)
+    assert isinstance(third, Verdict)
+    assert third.timings.draft_us == 30, "since the last verdict"
+    give(Guess(5, 3, 0, (10**9,)))
     refused = await asyncio.wait_for(session.outbox.get(), 5)
     assert isinstance(refused, Rejection)
     assert refused.source == 3
     assert session.direct is None
     running.cancel()
     loop.stop()
+
+
+async def test_tokens_after_a_stop_leave_no_log_probabilities() -> None:
+    """A coordinator takes more of them than tokens for a violation, and shuns the verifier."""
+    loop = VerificationLoop(EngineTarget(MockEngine()), LIMITS, VerifierMetrics("mock"))
+    params = SamplingParams(seed=1, temperature=0.0, max_tokens=8, logprobs=0, stop_token_ids=(6,))
+    session = loop.open(VerifyOpening("one", 1, (1, 2, 3), 3, params))
+    session.steer(VerifySteering(gamma=4, draft_wait_us=5_000_000))
+    session.add_guess(Guess(3, 1, 0, (4, 5, 6, 7, 8)))
+    running = asyncio.create_task(loop.run())
+    sent: list[tuple[tuple[int, ...], int]] = []
+    for _ in range(2):
+        verdict = await asyncio.wait_for(session.outbox.get(), 5)
+        assert isinstance(verdict, Verdict)
+        sent.append((verdict.tokens, len(verdict.logprobs)))
+    running.cancel()
+    loop.stop()
+    assert sent == [((4,), 1), ((5, 6), 2)]

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 
 from outrider.engine.mock import MockEngine
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import FinishReason, TokenKind, TokenLogprobs, Verdict, VerifySteering, VerifyTimings
-from verifier.session import Ended, Rejection, VerifyOpening, VerifySession
+from outrider.protocol.speculation import (
+    FinishReason,
+    Guess,
+    TokenKind,
+    TokenLogprobs,
+    Verdict,
+    VerifySteering,
+    VerifyTimings,
+)
+from outrider.speculation.grammar import GrammarMatcher
+from verifier.session import MAX_UNREAD_REPLIES, Ended, Rejection, VerifyOpening, VerifySession
 
 PROMPT = (1, 2, 3)
 
@@ -94,3 +106,19 @@ async def test_a_stalled_session_goes_on_once_half_is_read() -> None:
     await session.next_reply()
     assert session.resume_after_read()
     assert not session.check_backlog()
+
+
+def test_refusals_that_nobody_reads_are_bounded() -> None:
+    session = opened()
+    for _ in range(MAX_UNREAD_REPLIES + 1):
+        session.reject(InvalidRequest("a wrong guess"), 1)
+    with pytest.raises(InvalidRequest, match="unread"):
+        session.reject(InvalidRequest("a wrong guess"), 1)
+
+
+def test_a_grammar_with_slow_masks_has_few_guesses_in_a_step() -> None:
+    """The other sessions of the step wait for its masks."""
+    session = opened()
+    session.guide = cast(GrammarMatcher, SimpleNamespace(affordable_masks=lambda seconds: int(seconds / 0.01)))
+    session.add_guess(Guess(3, 1, 0, (10, 11, 12, 13)))
+    assert len(session.block(8).tokens) == 2

@@ -39,3 +39,13 @@ async def test_a_request_beyond_the_budget_is_not_to_be_tried_again() -> None:
         with pytest.raises(Overloaded, match="requests of 60 bytes are being read") as beside:
             budget.take(share, UNCOUNTED + 60)
     assert beside.value.retry_after_ms == 1000
+
+
+async def test_a_request_counts_once_while_it_grows() -> None:
+    budget = ByteBudget(100)
+    with budget.share() as share, budget.share() as other:
+        for size in (10, 50, 60):
+            budget.take(share, UNCOUNTED + size)
+        budget.take(other, UNCOUNTED + 40)
+        with pytest.raises(Overloaded):
+            budget.take(other, UNCOUNTED + 41)

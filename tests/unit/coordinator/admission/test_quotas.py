@@ -95,3 +95,11 @@ def test_a_bucket_fills_again(monkeypatch: pytest.MonkeyPatch) -> None:
     unlimited = TokenBucket(0)
     unlimited.take(10**9)
     assert unlimited.wait_s() == 0.0
+
+
+def test_changed_limits_of_a_key_hold_at_once() -> None:
+    quotas = Quotas(CoordinatorSettings(), several=lambda: False)
+    quotas.admit(Tenant("a", TenantLimits(max_sessions=1)), 0, 0)
+    with pytest.raises(Overloaded):
+        quotas.admit(Tenant("a", TenantLimits(max_sessions=1)), 1, 1)
+    quotas.admit(Tenant("a", TenantLimits(max_sessions=2)), 1, 1)

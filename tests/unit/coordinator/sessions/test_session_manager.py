@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 
@@ -16,7 +18,7 @@ from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
-from outrider.protocol.errors import InvalidRequest, NotFound, Unavailable
+from outrider.protocol.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason, TokenKind
@@ -154,3 +156,30 @@ async def test_a_choice_that_has_ended_before_the_others_is_found_without_redis(
     assert await requests.resume("s") == [ended]
     with pytest.raises(NotFound):
         await requests.resume("t")
+
+
+async def test_a_used_idempotency_key_leaves_no_session_of_its_own(requests: Requests) -> None:
+    """It would never end, so it would take one of its API key's places for ever."""
+    first = await requests.manager.begin(REQUEST, TARGET, "key")
+    with pytest.raises(Conflict):
+        await requests.manager.begin(replace(REQUEST, prompt=(3,)), TARGET, "key")
+    assert await requests.manager.begin(REQUEST, TARGET, "key") is first
+    assert requests.manager.live == [first]
+
+
+async def test_an_answer_that_has_ended_takes_no_place_while_it_is_read(requests: Requests) -> None:
+    requests.store("s", "t")
+    ended, _ = await requests.resume("s", "t")
+    assert requests.manager._held() == (2, 2)
+    ended.record.finish_reason = FinishReason.LENGTH
+    ended.output.end(finished=True)
+    assert requests.manager._held() == (1, 1)
+
+
+async def test_a_repeated_idempotency_key_is_answered_whatever_the_limits_say(requests: Requests) -> None:
+    """A client that repeats after a timeout found its own first request in the way."""
+    first = await requests.manager.begin(REQUEST, TARGET, "key")
+    with patch.object(requests.manager, "admit", side_effect=Overloaded("full", retry_after_ms=1)):
+        assert await requests.manager.begin(REQUEST, TARGET, "key") is first
+        with pytest.raises(Overloaded):
+            await requests.manager.begin(REQUEST, TARGET, "another")

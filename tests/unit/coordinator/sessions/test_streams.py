@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
+import grpc
 import pytest
 
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
+from coordinator.sessions import streams
 from coordinator.sessions.streams import PLAIN_STEPS, VerifierStream, WorkerStream
 from coordinator.workers import worker_connection
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.worker_connection import Stream, WorkerConnection
+from outrider.multiplex.calls import rpc_error
 from outrider.observability.tracing import Span
 from outrider.protocol.errors import PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
@@ -92,3 +97,39 @@ def test_a_verifier_may_join_plain_steps_only_while_no_guesses_are_made() -> Non
         stream.steer(steering)
     steers = [message.steer for message in sent.messages]
     assert [steer.plain_steps if steer.HasField("plain_steps") else None for steer in steers] == [1, None, PLAIN_STEPS]
+
+
+def stream_of(connection: object, read: Callable[[], Awaitable[object]]) -> WorkerStream[Any, draft.DraftReply]:
+    """To a drafter that answers what `read` returns."""
+    stream: WorkerStream[draft.DraftRequest, draft.DraftReply] = WorkerStream(
+        cast(WorkerConnection, connection), draft.DraftRequest(), draft.DraftReply.FromString, Span()
+    )
+    stream._call = SimpleNamespace(read=read)
+    return stream
+
+
+async def test_a_worker_that_does_not_open_a_session_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers probes, so nothing else ends the wait."""
+    monkeypatch.setattr(streams, "OPEN_TIMEOUT_S", 0.05)
+    info = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
+    stream = stream_of(SimpleNamespace(info=info), asyncio.Event().wait)
+    async with asyncio.timeout(5):
+        with pytest.raises(PeerLost, match="did not answer"):
+            await stream.opened()
+
+
+async def test_a_worker_that_sends_messages_is_not_silent() -> None:
+    """A busy one answers probes late."""
+    connection = SimpleNamespace(silent_s=9.0)
+    assert await stream_of(connection, partial(asyncio.sleep, 0, b"")).receive() == draft.DraftReply()
+    assert connection.silent_s == 0.0
+
+
+async def test_a_worker_that_refuses_our_key_rests() -> None:
+    """It would refuse sessions too."""
+    info = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
+    connection = WorkerConnection(info, lambda: FleetKeys().access(Role.DRAFTER))
+    for code, usable in ((grpc.StatusCode.DEADLINE_EXCEEDED, True), (grpc.StatusCode.UNAUTHENTICATED, False)):
+        connection._handle_failed_probe(rpc_error(code, "no"))
+        assert connection.usable() is usable
+    await connection.close()

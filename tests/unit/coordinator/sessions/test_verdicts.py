@@ -300,3 +300,13 @@ def test_entries_are_counted_before_conversion(entries: dict[str, Any], monkeypa
     monkeypatch.delattr(convert, "verdict_from_proto")
     with pytest.raises(ProtocolViolation):
         read(verdict(**entries))
+
+
+def test_time_is_accounted_for_once() -> None:
+    """A verifier that reports more than there was would make guesses look cheap, or plain steps dear."""
+    at, began = reader(), time.monotonic()
+    for position, seconds in ((3, 1.0), (6, 1.5)):
+        times = verify.VerifyTimings(step_us=10**9, sessions=1, batch_tokens=5, session_tokens=5, step_tokens=3)
+        found = at.verdict(verdict(position=position, timings=times), began + seconds)
+        at._record.append(found.tokens, found.kinds, ())
+    assert found.timings.step_us == pytest.approx(500_000, rel=0.1)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 
 from coordinator.workers.choosers import DrafterChooser, VerifierChooser
 from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.target import Target
+from coordinator.workers.targets import known_targets
+from coordinator.workers.worker_connection import SILENT_S
 from coordinator.workers.worker_pool import POLL_S, WorkerPool
 from outrider.protocol.errors import InvalidRequest, OutriderError, Overloaded, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
+from outrider.testing.toy_models import byte_tokenizer
 
 BEFORE = ModelInfo("target", "before", weights_digest="w")
 NOW = ModelInfo("target", "now", weights_digest="w")
@@ -99,4 +104,40 @@ async def test_a_full_drafter_is_not_asked() -> None:
     assert not DrafterChooser(pool, NOW, "", lambda _: True)._fits(drafter)
     drafter.info = replace(busy, load=WorkerLoad(1))
     assert DrafterChooser(pool, NOW, "", lambda _: True)._fits(drafter)
+    await pool.workers.close()
+
+
+async def test_a_verifier_that_failed_rests_and_a_silent_one_is_the_last_choice() -> None:
+    """Otherwise a session meets it again at once, until it has lost as many verifiers as it may."""
+    pool = WorkerPool(FleetKeys(), 10.0)
+    one, other = [await pool.workers.put(WorkerInfo(w, Role.VERIFIER, f"127.0.0.1:{w}", NOW)) for w in "12"]
+    session = VerifierChooser(pool, 0.0, NOW.text_id)
+    one.silent_s = SILENT_S
+    assert session.available("1") is other
+    other.silent_s = SILENT_S
+    assert session.available("1") is one
+    session.record_failure(one, PeerLost("gone"))
+    assert session.available("1") is other
+    session.record_failure(other, PeerLost("gone"))
+    assert session.available("1") is None
+    await pool.workers.close()
+
+
+async def test_a_model_is_free_again_when_its_drafter_has_left_the_session() -> None:
+    pool = WorkerPool(FleetKeys(), 10.0)
+    drafter = await pool.workers.put(WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("drafter", "d")))
+    session = DrafterChooser(pool, NOW, "", lambda _: True)
+    with session.in_use(drafter):
+        assert not session._fits(drafter)
+    assert session._fits(drafter)
+    await pool.workers.close()
+
+
+async def test_a_target_too_many_is_refused_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_targets, "MAX_TARGETS", 1)
+    pool, nothing = WorkerPool(FleetKeys(), 10.0), cast(Any, None)
+    pool.targets.add(Target(BEFORE, byte_tokenizer(), nothing, nothing, identity=BEFORE.text_id), pool.verifiers)
+    await pool.workers.put(WorkerInfo("old", Role.VERIFIER, "127.0.0.1:1", BEFORE))
+    with pytest.raises(Overloaded, match="1 targets"):
+        await pool.check(WorkerInfo("new", Role.VERIFIER, "127.0.0.1:2", replace(NOW, name="another")))
     await pool.workers.close()

@@ -10,12 +10,13 @@ from typing import cast
 import pytest
 
 from coordinator.persistence.store import Store
+from coordinator.workers import registrations as module
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.registrations import Registrations
 from coordinator.workers.worker_connection import SILENT_S
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import until
-from outrider.protocol.errors import Conflict, OutriderError, Unavailable
+from outrider.protocol.errors import Conflict, OutriderError, Overloaded, Unavailable
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 
 DRAFTER = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
@@ -243,3 +244,39 @@ async def test_a_worker_that_arrives_twice_at_once_has_one_connection(prompt: Re
     assert first is second
     await workers.close()
     assert first._probing.done()
+
+
+async def test_workers_of_a_role_are_bounded(prompt: Registrations, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WORKERS", 2)
+    workers = [replace(DRAFTER, worker_id=f"d{i}", address=f"127.0.0.1:{i}") for i in range(1, 4)]
+    for each in workers[:2]:
+        await prompt.admit(each)
+    with pytest.raises(Overloaded, match="2 workers"):
+        await prompt.admit(workers[2])
+    await prompt.admit(workers[0])
+
+
+async def test_without_redis_no_worker_is_forgotten(store: SlowStore, prompt: Registrations) -> None:
+    """It reports to another coordinator: while Redis is away, nothing tells that it has left."""
+    store.records[DRAFTER.worker_id] = DRAFTER
+    await prompt.synchronise()
+    (connection,) = prompt.worker_pool.connections()
+    store.records.clear()
+    connection.seen_at -= 60.0
+    store.up = False
+    await prompt.synchronise()
+    assert prompt.worker_pool.connections() == [connection]
+    store.up = True
+    await prompt.synchronise()
+    assert not prompt.worker_pool.connections()
+
+
+async def test_a_worker_knows_more_of_itself_than_its_record(store: SlowStore, prompt: Registrations) -> None:
+    connection = await prompt.admit(DRAFTER)
+    store.written.clear()
+    reporting = asyncio.create_task(prompt.update(replace(DRAFTER, draining=True), connection))
+    await asyncio.sleep(0)
+    await prompt.synchronise()
+    assert connection.info.draining
+    store.written.set()
+    await reporting

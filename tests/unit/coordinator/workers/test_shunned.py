@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.workers import shunned
 from coordinator.workers.shunned import FACTOR, FIRST_S, FORGIVEN_AFTER, MAX_S, ShunnedWorkers
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 
@@ -78,3 +79,11 @@ def test_it_is_said_once_each_time(shunning: ShunnedWorkers, capsys: pytest.Capt
         shunning.report(WORKER, "nonsense")
     told = capsys.readouterr()
     assert (told.out + told.err).count("worker shunned: protocol violation") == 1
+
+
+def test_what_is_remembered_is_bounded(shunning: ShunnedWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shunned, "_REMEMBERED", 4)
+    for i in range(9):
+        shunning.report(replace(WORKER, worker_id=f"w{i}", address=f"host:{i}"), "nonsense")
+    assert len(shunning._entries) == 4
+    assert shunning.is_shunned(replace(WORKER, worker_id="w8"))

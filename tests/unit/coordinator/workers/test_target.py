@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from coordinator.workers import target as target_module
 from coordinator.workers.chat_template import Chat
-from coordinator.workers.target import Target
+from coordinator.workers.target import Target, fetch_target
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.speculation.grammar import GrammarCompiler
 from outrider.testing.toy_models import EOS, byte_tokenizer
+from outrider.v1 import verifier_pb2 as pb
 
 
 def target_of(tokenizer: PreTrainedTokenizerFast) -> Target:
@@ -70,3 +73,20 @@ def test_a_chat_without_a_free_mark_for_its_control_token_is_refused() -> None:
 
 def test_of_an_id_that_is_none() -> None:
     assert target_of(byte_tokenizer()).token_bytes(100_000) == b""
+
+
+async def test_a_tokenizer_without_end_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty chunks count as well."""
+    monkeypatch.setattr(target_module, "MAX_TOKENIZER_BYTES", 10_000)
+    sent = 0
+
+    class Endless:
+        async def GetTokenizer(self, request: object, timeout: float) -> AsyncIterator[pb.FileChunk]:
+            nonlocal sent
+            while sent < 1000:
+                sent += 1
+                yield pb.FileChunk(name="tokenizer.json")
+
+    with pytest.raises(InvalidRequest, match="tokenizer files"):
+        await fetch_target(ModelInfo("m", "f"), "f", cast(Any, Endless()))
+    assert sent < 12

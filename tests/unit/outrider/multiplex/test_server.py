@@ -8,9 +8,11 @@ from typing import Any
 
 import grpc
 
-from outrider.multiplex.frames import PART_BYTES, WINDOW_BYTES
-from outrider.multiplex.server import CoordinatorSessions, Handler
+from outrider.base.aio import until
+from outrider.multiplex.frames import MESSAGE_COST, PART_BYTES, WINDOW_BYTES
+from outrider.multiplex.server import CallContext, CoordinatorSessions, Handler, MultiplexedHandler
 from outrider.protocol.errors import InvalidRequest
+from outrider.security.api_keys import ApiKeys
 from outrider.settings.verifier import VerifierSettings
 from outrider.v1 import multiplex_pb2 as pb
 from outrider.v1 import verifier_pb2 as verify
@@ -25,7 +27,7 @@ def opened(number: int) -> pb.SessionFrame:
     return pb.SessionFrame(stream=number, open=pb.OpenStream())
 
 
-def make_sessions(handler: Handler, **limits: int) -> CoordinatorSessions:
+def make_sessions(handler: Handler, **limits: float) -> CoordinatorSessions:
     return CoordinatorSessions(handler, bytes, lambda: True, VerifierSettings(**limits))  # type: ignore[arg-type]
 
 
@@ -118,3 +120,48 @@ async def test_a_new_session_does_not_wait_for_the_backlog_of_others() -> None:
     receiving.cancel()
     await asyncio.gather(receiving, return_exceptions=True)
     await sessions.cancel()
+
+
+async def test_a_handler_waits_for_a_peer_that_reads_nothing_and_not_for_ever() -> None:
+    """What it goes on to make would stay in memory."""
+    made = 0
+
+    async def talkative(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        nonlocal made
+        while True:
+            made += 1
+            yield verify.VerifyReply()
+            await asyncio.sleep(0)
+
+    sessions = make_sessions(talkative, write_timeout_s=0.2)
+    await received(sessions, opened(1))
+    stream = sessions._streams[1]
+    assert await until(lambda: stream.end_sent, 5)
+    assert made < 2 * WINDOW_BYTES // MESSAGE_COST
+    await sessions.cancel()
+
+
+async def test_a_shared_stream_ends_with_its_last_session_when_the_worker_leaves() -> None:
+    """The server stops when no call is left; until then it would wait as long as it may."""
+    limits = VerifierSettings()
+    handler = MultiplexedHandler(until_the_peer_ends, bytes, ApiKeys(), limits)  # type: ignore[arg-type]
+    left = asyncio.Event()
+
+    async def batches() -> AsyncIterator[pb.SessionFrames]:
+        yield pb.SessionFrames(window=WINDOW_BYTES)
+        yield pb.SessionFrames(frames=[opened(1)])
+        await left.wait()
+        yield pb.SessionFrames(frames=[pb.SessionFrame(stream=1, end=pb.StreamEnd())])
+        await asyncio.Event().wait()
+
+    async def serve() -> None:
+        async for _ in handler.serve(batches(), CallContext(())):  # type: ignore[arg-type]
+            pass
+
+    serving = asyncio.create_task(serve())
+    assert await until(lambda: any(shared._running for shared in handler._open), 5)
+    handler.close()
+    await asyncio.sleep(0.05)
+    assert not serving.done(), "its session goes on"
+    left.set()
+    await asyncio.wait_for(serving, 5)

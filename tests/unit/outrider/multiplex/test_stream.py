@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.multiplex import client
 from outrider.multiplex.frames import MAX_BATCH_BYTES, MESSAGE_COST, PART_BYTES, WINDOW_BYTES, FrameQueue
 from outrider.multiplex.stream import MultiplexedStream, check_batch, check_window
 from outrider.protocol.errors import InvalidRequest
@@ -204,3 +206,15 @@ def test_a_batch_that_is_empty_or_too_large_is_refused(batch: pb.SessionFrames) 
 def test_a_window_that_cannot_be_is_refused(window: int) -> None:
     with pytest.raises(InvalidRequest, match="window"):
         check_window(pb.SessionFrames(window=window))
+
+
+def test_a_worker_that_ends_no_stream_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that we have ended is kept until it ends its side."""
+    monkeypatch.setattr(client, "MAX_ENDING", 3)
+    shared = client.SharedStream(cast(grpc.aio.Channel, None), MIB)
+    shared._window = WINDOW_BYTES
+    for _ in range(4):
+        shared.start(()).end(grpc.StatusCode.CANCELLED)
+    late = pb.SessionFrames(frames=[pb.SessionFrame(stream=1, payload=b"x")])
+    with pytest.raises(InvalidRequest, match="not ended"):
+        shared._receive(late)

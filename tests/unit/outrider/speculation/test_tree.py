@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.speculation import NO_GUESS, WHOLE, Distribution, Guess, SourceTally
+from outrider.speculation import tree as tree_module
 from outrider.speculation.tree import GuessTree, Node, tallies
 
 EVERYTHING = 10_000
@@ -517,3 +518,12 @@ def test_nonsense_is_refused_or_ignored_and_never_breaks_the_tree(guesses: list[
         assert len(block.tokens) == len(tree) <= 9
         for row, node in enumerate(all_nodes(tree), start=1):
             assert node.position == len(committed) + len(block.paths[row]) - 1
+
+
+def test_names_of_committed_guesses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter may name a token anew for ever after it was committed."""
+    monkeypatch.setattr(tree_module, "MAX_HELD", 5)
+    tree = tree_over([0, 7])
+    for first_id in range(1, 100):
+        tree.add(chain(1, first_id, 7))
+    assert len(tree._committed_guesses) == 5

@@ -133,3 +133,15 @@ def test_a_long_output_is_counted_like_a_short_one() -> None:
         sampling.adjust(logits, params, history, [()])
     whole = History([*PROMPT, *(token % 7 for token in range(300))], 4, VOCAB, CPU)
     assert torch.equal(sampling.adjust(logits, params, history, [()]), sampling.adjust(logits, params, whole, [()]))
+
+
+def test_log_probabilities_of_a_branch_are_those_of_its_own_rows() -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3)) * 4
+    best = logits.argmax(dim=-1).tolist()
+    guess = Guess(len(PROMPT), 0, 0, (best[0] + 1, best[0], best[2]), parents=(-1, -1, 1))
+    params = SamplingParams(temperature=0.0, seed=1, logprobs=1)
+    (result,) = verify_batch(logits, [guess], [SessionSampling(params, None, SeededNoise(1))], [0])
+    assert result.outcome.path == (2, 3)
+    assert [each.top_ids for each in result.logprobs] == [(best[row],) for row in (0, 2, 3)]
+    wanted = torch.log_softmax(logits.double(), dim=-1)[[0, 2, 3], list(result.tokens)]
+    assert [each.logprob for each in result.logprobs] == pytest.approx(wanted.tolist())

@@ -107,3 +107,11 @@ def test_a_prefix_without_states_is_computed_again_from_its_window_on(length: in
     assert may_come_from_cache() == length // 32 * 32
     tokens[window + 70] += 1  # from the third block of the window on, it is another text
     assert may_come_from_cache() == window + 64
+
+
+def test_a_kept_block_is_not_a_view_of_all_rows() -> None:
+    """Otherwise one block that is still in use would keep the memory of a whole prompt."""
+    kept = KeptStates()
+    StateBlocks(kept, "s", text(100)).keep(LAYERS, 0, rows(0, 100).contiguous())
+    assert len(kept._rows) == 3
+    assert {block.untyped_storage().nbytes() for block in kept._rows.values()} == {32 * WIDTH * 2}

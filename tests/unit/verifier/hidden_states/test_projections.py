@@ -164,3 +164,29 @@ def test_an_engine_without_layers_refuses_in_words() -> None:
     held((LAYERS, WIDTH)).check(StateSpec((1, LAYERS)))
     with pytest.raises(InvalidRequest, match="width"):
         held().check(StateSpec((1, LAYERS), width=WIDTH))
+
+
+async def test_one_is_received_at_a_time() -> None:
+    """Each may have the memory of the largest."""
+    to, going_on = held(), asyncio.Event()
+
+    async def parts(given: PackedProjection) -> AsyncIterator[common.ProjectionPart]:
+        head, *data = projection_parts(given.spec, given.data)
+        yield head
+        await going_on.wait()
+        for part in data:
+            yield part
+
+    first = to.receive(parts(packed(0)))
+    assert await anext(first)
+    asked = to.receive(parts(packed(1)))
+
+    async def is_wanted() -> bool:
+        return await anext(asked)
+
+    second = asyncio.create_task(is_wanted())
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    going_on.set()
+    assert [wanted async for wanted in first] == [False]
+    assert await second

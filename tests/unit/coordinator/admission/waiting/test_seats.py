@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from coordinator.admission.waiting import seats as module
-from coordinator.admission.waiting.seats import AGEING_S, Capacity, Seats
+from coordinator.admission.waiting.seats import AGEING_S, Capacity, Seats, capacity_of
+from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import until
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 
 
 class Crowd:
@@ -260,3 +265,11 @@ async def test_a_session_that_no_verifier_can_hold_keeps_nobody_waiting() -> Non
     await crowd.leave("greedy 1")
     assert (crowd.of("modest"), crowd.of("other")) == (1, 1)
     await crowd.cancel()
+
+
+def test_a_verifier_that_drains_has_no_seats() -> None:
+    """Those who got one would only wait elsewhere."""
+    info = WorkerInfo("v", Role.VERIFIER, "host:1", ModelInfo("m", "f"), capacity=4, load=WorkerLoad(kv_tokens_total=9))
+    workers = [SimpleNamespace(info=each) for each in (info, replace(info, capacity=8, draining=True))]
+    pool = cast(WorkerPool, SimpleNamespace(verifiers=lambda target: workers))
+    assert capacity_of(pool, "f") == Capacity(4, 9, 9)

@@ -1,0 +1,153 @@
+"""A session on one verifier after another: when it goes on, where, and when it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from coordinator.admission.waiting.seats import Seat, Seats
+from coordinator.persistence.session_record import SessionRecord, SessionRequest
+from coordinator.sessions import session as session_module
+from coordinator.sessions import session_manager
+from coordinator.sessions.session import MAX_FRUITLESS, Session
+from coordinator.sessions.session_manager import SessionManager
+from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.target import Target
+from coordinator.workers.worker_connection import WorkerConnection
+from outrider.protocol.errors import OutriderError, Overloaded, PeerLost
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import FinishReason, TokenKind, Verdict
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.testing.toy_models import byte_tokenizer
+
+NOTHING: Any = None
+TARGET = Target(ModelInfo("m", "f", vocab_size=257), byte_tokenizer(), NOTHING, NOTHING, identity="f")
+REQUEST = SessionRequest((1, 2), SamplingParams(seed=1, max_tokens=20, temperature=0.0))
+
+Act = Verdict | OutriderError
+
+
+class ScriptedStream:
+    def __init__(self, connection: WorkerConnection, acts: Iterator[Act]) -> None:
+        self.connection, self._acts = connection, acts
+
+    async def __aenter__(self) -> ScriptedStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def opened(self) -> None:
+        pass
+
+    def steer(self, steering: object) -> None:
+        pass
+
+    async def replies(self) -> AsyncIterator[Verdict]:
+        for act in self._acts:
+            if isinstance(act, OutriderError):
+                raise act
+            yield act
+
+
+@dataclass
+class Stage:
+    """Verifiers that do what a script says."""
+
+    manager: SessionManager
+    acts: Iterator[Act] = field(default_factory=lambda: iter(()))
+    visited: list[str] = field(default_factory=list)
+    resumed: list[bool] = field(default_factory=list)  # at each seat
+
+    def stream(self, connection: WorkerConnection, *_: object) -> ScriptedStream:
+        self.visited.append(connection.info.worker_id)
+        return ScriptedStream(connection, self.acts)
+
+    async def play(self, record: SessionRecord, *acts: Act) -> Session:
+        self.acts = iter(acts)
+        session = Session(record, TARGET, self.manager._context)
+        async with asyncio.timeout(5):
+            await session.run()
+        return session
+
+
+def spelt(text: str) -> tuple[int, ...]:
+    return TARGET.encode(text, special=False)
+
+
+def said(at: int, *, last: bool = False) -> Verdict:
+    reason = FinishReason.STOP if last else FinishReason.NONE
+    return Verdict(len(REQUEST.prompt) + at, (7,), 0, TokenKind.PLAIN, finish_reason=reason)
+
+
+@pytest.fixture
+async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
+    """With two verifiers that need no rest."""
+    stage = Stage(SessionManager(CoordinatorSettings(worker_wait_s=1), "redis://127.0.0.1:1", FleetKeys()))
+    taken = Seats.taken
+
+    @asynccontextmanager
+    async def noted(seats: Seats, *args: Any, resumed: bool) -> AsyncIterator[Seat]:
+        stage.resumed.append(resumed)
+        async with taken(seats, *args, resumed=resumed) as seat:
+            yield seat
+
+    monkeypatch.setattr(Seats, "taken", noted)
+    monkeypatch.setattr(session_manager, "_FLUSH_S", 0.01)
+    monkeypatch.setattr(session_module, "VerifierStream", stage.stream)
+    monkeypatch.setattr(WorkerConnection, "record_failure", lambda connection: None)
+    for name in "12":
+        await stage.manager.worker_pool.workers.put(WorkerInfo(name, Role.VERIFIER, f"127.0.0.1:{name}", TARGET.info))
+    yield stage
+    await stage.manager.stop()
+
+
+async def test_a_session_outlives_any_number_of_verifiers_while_it_gets_tokens(stage: Stage) -> None:
+    """It has begun, so it waits behind no new one."""
+    losses = 2 * MAX_FRUITLESS
+    acts = [act for at in range(losses) for act in (said(at), PeerLost("gone"))]
+    record = SessionRecord("s", REQUEST, model="f")
+    session = await stage.play(record, *acts, said(losses, last=True))
+    assert session.error is None
+    assert record.tokens == [7] * (losses + 1)
+    assert session.stats.failovers == losses
+    assert stage.resumed == [False] + [True] * losses
+
+
+async def test_a_session_that_gets_no_token_gives_up(stage: Stage) -> None:
+    session = await stage.play(SessionRecord("s", REQUEST, model="f"), *[PeerLost("gone")] * 99)
+    assert isinstance(session.error, PeerLost)
+    assert len(stage.visited) == MAX_FRUITLESS + 1
+
+
+async def test_a_full_verifier_ends_only_what_has_not_begun(stage: Stage) -> None:
+    full = Overloaded("full", retry_after_ms=1)
+    session = await stage.play(SessionRecord("s", REQUEST, model="f"), full, full)
+    assert session.error is full
+    assert sorted(stage.visited) == ["1", "2"], "each was asked"
+    record = SessionRecord("t", REQUEST, model="f")
+    session = await stage.play(record, said(0), PeerLost("gone"), full, full, full, said(1, last=True))
+    assert session.error is None
+    assert record.tokens == [7, 7]
+
+
+@pytest.mark.parametrize("name", ["1", "2"])
+async def test_a_session_goes_on_where_its_prefix_is_cached(stage: Stage, name: str) -> None:
+    await stage.play(SessionRecord("s", REQUEST, model="f", verifier=name), said(0, last=True))
+    assert stage.visited == [name]
+
+
+async def test_guesses_after_a_stop_string_are_not_counted(stage: Stage) -> None:
+    params = replace(REQUEST.params, stop=("bc",))
+    record = SessionRecord("s", replace(REQUEST, params=params), model="f")
+    session = await stage.play(record, Verdict(2, spelt("abcde"), 4, TokenKind.BONUS, proposed=4, nodes=4))
+    assert tuple(record.tokens) == spelt("abc")
+    assert record.finish_reason is FinishReason.STOP
+    stats = session.stats.values()
+    assert (stats.accepted_tokens, stats.acceptance_length) == (3, 3.0)
