@@ -13,7 +13,7 @@ from coordinator.persistence.store import Store
 from coordinator.workers import registrations as module
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.registrations import Registrations
-from coordinator.workers.worker_connection import SILENT_S
+from coordinator.workers.worker_connection import SILENT_S, WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import until
 from outrider.protocol.errors import Conflict, OutriderError, Overloaded, Unavailable
@@ -68,6 +68,15 @@ def prompt(store: SlowStore, registrations: Registrations) -> Registrations:
     return registrations
 
 
+async def known_from_a_record(store: SlowStore, registrations: Registrations) -> WorkerConnection:
+    """Return a worker that another coordinator has recorded; its record is gone again."""
+    store.records[DRAFTER.worker_id] = DRAFTER
+    await registrations.synchronise()
+    (connection,) = registrations.worker_pool.connections()
+    store.records.clear()
+    return connection
+
+
 async def test_a_worker_that_left_does_not_come_back_from_an_older_record(
     store: SlowStore, registrations: Registrations
 ) -> None:
@@ -118,10 +127,7 @@ async def test_a_stream_that_breaks_off_while_its_record_is_written_does_not_cou
 
 async def test_a_worker_that_answers_is_not_forgotten_with_its_record(store: SlowStore, prompt: Registrations) -> None:
     """The coordinator that it reports to hangs, or does not reach Redis."""
-    store.records[DRAFTER.worker_id] = DRAFTER
-    await prompt.synchronise()
-    (connection,) = prompt.worker_pool.connections()
-    store.records.clear()
+    connection = await known_from_a_record(store, prompt)
     connection.seen_at -= 20.0
     await prompt.synchronise()
     assert prompt.worker_pool.connections() == [connection]
@@ -134,10 +140,7 @@ async def test_a_worker_that_is_not_seen_for_long_is_forgotten_though_something_
     store: SlowStore, prompt: Registrations
 ) -> None:
     """Another process at its address may answer: a probe does not ask who it is."""
-    store.records[DRAFTER.worker_id] = DRAFTER
-    await prompt.synchronise()
-    (connection,) = prompt.worker_pool.connections()
-    store.records.clear()
+    connection = await known_from_a_record(store, prompt)
     connection.seen_at -= 60.0
     await prompt.synchronise()
     assert not prompt.worker_pool.connections()
@@ -147,9 +150,7 @@ async def test_a_worker_restarted_with_other_weights_is_checked_without_its_ghos
     store: SlowStore, prompt: Registrations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new process answers the probes of the old connection, so the old worker seems to be there."""
-    store.records[DRAFTER.worker_id] = DRAFTER
-    await prompt.synchronise()
-    (ghost,) = prompt.worker_pool.connections()
+    ghost = await known_from_a_record(store, prompt)
     present: list[list[str]] = []
 
     async def check(info: WorkerInfo) -> None:
@@ -258,10 +259,7 @@ async def test_workers_of_a_role_are_bounded(prompt: Registrations, monkeypatch:
 
 async def test_without_redis_no_worker_is_forgotten(store: SlowStore, prompt: Registrations) -> None:
     """It reports to another coordinator: while Redis is away, nothing tells that it has left."""
-    store.records[DRAFTER.worker_id] = DRAFTER
-    await prompt.synchronise()
-    (connection,) = prompt.worker_pool.connections()
-    store.records.clear()
+    connection = await known_from_a_record(store, prompt)
     connection.seen_at -= 60.0
     store.up = False
     await prompt.synchronise()
