@@ -31,6 +31,7 @@ from outrider.v1 import drafter_pb2 as drafter
 from outrider.v1 import verifier_pb2 as verifier
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 ERROR_KEY = "outrider-error-bin"
 # HTTP/2 adds a frame header of 9 bytes to a message, gRPC a prefix of 5.
@@ -82,20 +83,18 @@ def opening_fields(request: Any) -> dict[str, Any]:
     }
 
 
-def draft_steering_to_proto(steering: DraftSteering) -> drafter.DraftSteering:
-    return drafter.DraftSteering(**_outgoing(steering))
+def _pair(kind: type[T], message: Callable[..., M]) -> tuple[Callable[[T], M], Callable[[M], T]]:
+    """Return the conversions of a dataclass to its message and back, field by field."""
+    return lambda value: message(**_outgoing(value)), lambda proto: _incoming(kind, proto)
 
 
-def draft_steering_from_proto(proto: drafter.DraftSteering) -> DraftSteering:
-    return _incoming(DraftSteering, proto)
-
-
-def verify_steering_to_proto(steering: VerifySteering) -> verifier.VerifySteering:
-    return verifier.VerifySteering(**_outgoing(steering))
-
-
-def verify_steering_from_proto(proto: verifier.VerifySteering) -> VerifySteering:
-    return _incoming(VerifySteering, proto)
+draft_steering_to_proto, draft_steering_from_proto = _pair(DraftSteering, drafter.DraftSteering)
+verify_steering_to_proto, verify_steering_from_proto = _pair(VerifySteering, verifier.VerifySteering)
+verdict_to_proto, verdict_from_proto = _pair(Verdict, verifier.Verdict)  # raises ValueError for an unknown enum value
+logprobs_to_proto, logprobs_from_proto = _pair(TokenLogprobs, verifier.TokenLogprobs)
+hidden_states_to_proto, hidden_states_from_proto = _pair(HiddenStates, common.HiddenStates)
+model_to_proto, model_from_proto = _pair(ModelInfo, common.ModelInfo)
+stats_to_proto, stats_from_proto = _pair(GenerationStats, coordinator.Stats)
 
 
 def distribution_to_proto(distribution: Distribution) -> common.Distribution:
@@ -146,45 +145,12 @@ def varint_bytes(value: int) -> int:
     return max(1, (value.bit_length() + 6) // 7)
 
 
-def verdict_to_proto(verdict: Verdict) -> verifier.Verdict:
-    return verifier.Verdict(**_outgoing(verdict))
-
-
-def verdict_from_proto(proto: verifier.Verdict) -> Verdict:
-    """Return the verdict; raise ValueError for an unknown enum value."""
-    return _incoming(Verdict, proto)
-
-
-def logprobs_to_proto(entry: TokenLogprobs) -> verifier.TokenLogprobs:
-    return verifier.TokenLogprobs(**_outgoing(entry))
-
-
-def logprobs_from_proto(proto: verifier.TokenLogprobs) -> TokenLogprobs:
-    return _incoming(TokenLogprobs, proto)
-
-
-def hidden_states_to_proto(states: HiddenStates) -> common.HiddenStates:
-    return common.HiddenStates(**_outgoing(states))
-
-
-def hidden_states_from_proto(proto: common.HiddenStates) -> HiddenStates:
-    return _incoming(HiddenStates, proto)
-
-
 def state_spec_from_proto(proto: common.StateSpec) -> StateSpec:
     """Return the spec; raise InvalidRequest for one that no drafter can have."""
     check_count("state_spec.layers", len(proto.layers), MAX_STATE_LAYERS, "layers")
     spec: StateSpec = _incoming(StateSpec, proto)
     spec.check("state_spec")
     return spec
-
-
-def model_to_proto(info: ModelInfo) -> common.ModelInfo:
-    return common.ModelInfo(**_outgoing(info))
-
-
-def model_from_proto(proto: common.ModelInfo) -> ModelInfo:
-    return _incoming(ModelInfo, proto)
 
 
 def load_to_proto(load: WorkerLoad) -> common.WorkerLoad:
@@ -216,14 +182,6 @@ def worker_from_proto(proto: coordinator.Worker) -> WorkerInfo:
     if int(proto.role) not in set(Role):
         raise InvalidRequest.of("worker.role", proto.role, "ROLE_VERIFIER or ROLE_DRAFTER")
     return _incoming(WorkerInfo, proto)
-
-
-def stats_to_proto(stats: GenerationStats) -> coordinator.Stats:
-    return coordinator.Stats(**_outgoing(stats))
-
-
-def stats_from_proto(proto: coordinator.Stats) -> GenerationStats:
-    return _incoming(GenerationStats, proto)
 
 
 def server_info_from_proto(proto: coordinator.ServerInfo) -> ServerInfo:
