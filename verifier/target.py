@@ -54,40 +54,31 @@ class VerifyTarget(Protocol):
     @property
     def device(self) -> torch.device:
         """Return the device of sampling state that the session holds."""
-        ...
 
     @property
     def block_tokens(self) -> int:
         """Return the unit in which a session takes KV cache."""
-        ...
 
     @property
     def evictable_tokens(self) -> int:
         """Return the capacity that evictable cached blocks occupy, in tokens."""
-        ...
 
     @property
     def verifies_trees(self) -> bool:
         """Return whether a block of guesses may branch. False: only chains."""
-        ...
 
     @property
     def projections(self) -> Projections:
         """Return the projections of hidden states that it applies."""
-        ...
 
     def match_prefix(self, session: VerifySession, at_most: int) -> None:
         """Begin a new session from cached blocks of so many tokens at most, now or in its first step."""
-        ...
 
     def step(self, batch: Sequence[ScheduledSession]) -> VerifyStep:
         """Compute a batch and verify its guesses; others wait. Raise TargetFailed where no further step can succeed."""
-        ...
 
     def free(self, session: VerifySession) -> None:
         """Release a session's cache; unknown sessions are accepted."""
-        ...
 
     def close(self) -> None:
         """Release threads and processes."""
-        ...

@@ -23,7 +23,6 @@ class PlacedWorker(Protocol):
     @property
     def sessions(self) -> int:
         """Return the number of this coordinator's sessions on it."""
-        ...
 
 
 WorkerT = TypeVar("WorkerT", bound=PlacedWorker)

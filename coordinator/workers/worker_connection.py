@@ -51,7 +51,6 @@ class Stream(Protocol):
 
     def overdue_s(self, tick_s: float, load: WorkerLoad, timeout_s: float) -> float:
         """Advance by a tick; return for how long an answer is overdue, or 0."""
-        ...
 
 
 class WorkerConnection:

@@ -26,7 +26,6 @@ class SteppingSession(Protocol):
     @property
     def paying_guesses(self) -> int:
         """Return how many guesses of it a step may check, as far as they pay; 0: all of its block."""
-        ...
 
 
 def new_pace() -> DecayedMean:
