@@ -76,12 +76,10 @@ class Automaton:
         "_tip_length",
         "_transitions",
         "size",
-        "steps",
     )
 
     def __init__(self) -> None:
         self.size = 0  # tokens
-        self.steps = 0  # states visited, for tests of the cost
         self._last = self._tip = ROOT
         self._tip_length = 0  # `_tip` is the state of the last LONGEST + 1 tokens
         self._length = array("i")  # of a state's longest substring
@@ -119,7 +117,6 @@ class Automaton:
         """Return the place of the longest known suffix after one more token."""
         state, length = place
         while (target := self._transitions.target(state, token)) == _NOWHERE:
-            self.steps += 1
             if state == ROOT:
                 return ROOT, 0
             state = self._link[state]
@@ -147,7 +144,6 @@ class Automaton:
         if not options or len(options) > max_options:
             token, count, _ = self.most_frequent(place)
             return [(token, count)] if count else []
-        self.steps += len(options)
         counted = [(token, self._count[target]) for token, target in options.items()]
         return sorted((option for option in counted if option[1]), key=lambda option: -option[1])
 
@@ -155,7 +151,6 @@ class Automaton:
         """Limit the context to `LONGEST`; follow splits of the state since the place was returned."""
         length = min(length, LONGEST)
         while state != ROOT and self._length[self._link[state]] >= length:
-            self.steps += 1
             state = self._link[state]
         return state, length
 
@@ -172,7 +167,6 @@ class Automaton:
         state = self._last
         new = self._last = self._new_state(self._length[state] + 1, ROOT)
         while state != _NOWHERE and self._transitions.target(state, token) == _NOWHERE:
-            self.steps += 1
             self._transitions.add(state, token, new)
             state = self._link[state]
         if state == _NOWHERE:
@@ -190,7 +184,6 @@ class Automaton:
         self._transitions.copy(target, short)
         self._link[target] = short
         while state != _NOWHERE and self._transitions.target(state, token) == target:
-            self.steps += 1
             self._transitions.add(state, token, short)
             state = self._link[state]
         return short
@@ -199,7 +192,6 @@ class Automaton:
         state = self._transitions.target(self._tip, token)
         length = min(self._tip_length + 1, LONGEST + 1)
         while self._length[self._link[state]] >= length:
-            self.steps += 1
             state = self._link[state]
         self._tip, self._tip_length = state, length
 
@@ -207,15 +199,12 @@ class Automaton:
         """Count one more occurrence of all suffixes, and `token` after those of the text before it. The hot path."""
         counts, followed, best = self._count, self._followed, self._best
         link, target = self._link, self._transitions.target
-        steps = 0
         state = self._tip
         while state != ROOT:
-            steps += 1
             counts[state] += 1
             state = link[state]
         state = before
         while state != _NOWHERE:
-            steps += 1
             followed[state] += 1
             most_frequent = best[state]
             if most_frequent != token and (
@@ -223,4 +212,3 @@ class Automaton:
             ):
                 best[state] = token
             state = link[state]
-        self.steps += steps
