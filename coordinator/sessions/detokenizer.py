@@ -98,7 +98,5 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that starts `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
