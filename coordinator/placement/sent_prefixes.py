@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import blake2b
+from itertools import takewhile
 
 BLOCK_TOKENS = 32
 MAX_BLOCKS = 32_768  # per verifier: a million tokens
@@ -49,12 +50,7 @@ class SentPrefixes:
 
     def found(self, prefix: PromptPrefix) -> int:
         """Return the number of leading blocks that were sent before."""
-        number = 0
-        for key in prefix.keys:
-            if key not in self._keys:
-                break
-            number += 1
-        return number
+        return sum(1 for _ in takewhile(self._keys.__contains__, prefix.keys))
 
     def record(self, prefix: PromptPrefix, capacity_tokens: int) -> None:
         """Record a prompt; `capacity_tokens` are those that the verifier's cache holds, 0 if unknown."""
