@@ -35,12 +35,8 @@ class _Index:
 
     def find(self, tokens: Sequence[int]) -> int | None:
         """Return the position after the latest earlier occurrence of the longest n-gram that ends `tokens`."""
-        for size in reversed(self._sizes):
-            if size <= len(tokens):
-                found = self._last.get(tuple(tokens[-size:]))
-                if found is not None:
-                    return found
-        return None
+        ends = (tuple(tokens[-size:]) for size in reversed(self._sizes) if size <= len(tokens))
+        return next((self._last[end] for end in ends if end in self._last), None)
 
 
 class NgramDrafter:
