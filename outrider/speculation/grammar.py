@@ -14,7 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -278,20 +278,14 @@ def _definition(grammar: Grammar) -> str:
 def _on_deep_stack(work: Callable[[], T]) -> T:
     """Run `work` in a thread with a large stack. The compiler recurses over chains of rules, and a long one would
     overflow an ordinary stack and end the process. Only the used part of a stack takes memory."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except Exception as error:
-            result.set_exception(error)
-
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-compiler")
     with _stack:
         usual = threading.stack_size(_STACK_BYTES)
         try:
-            threading.Thread(target=run, name="grammar-compiler").start()
+            result = thread.submit(work)
         finally:
             threading.stack_size(usual)
+    thread.shutdown(wait=False)  # it ends after the work
     return result.result()
 
 
