@@ -18,7 +18,8 @@ from outrider.base.config import option, redis_url
 from outrider.base.processes import end_on_signals
 from outrider.cli import options
 from outrider.cli.show import LEGEND, show_tokens, summary
-from outrider.client.sync import Client, Finished, Tokens
+from outrider.client.events import collect
+from outrider.client.sync import Client, Generation, Reply, Tokens
 from outrider.launch import options as launch_options
 from outrider.launch.services import KINDS, ignored_variable_hints, merged, read_assignments, read_file, suggestion
 from outrider.launch.stack import LaunchPlan, Stack, on_one_cpu, stack, watch
@@ -202,13 +203,13 @@ def _show_both(console: Console, client: Client, max_tokens: int, plan: LaunchPl
     equal = True
     for name, prompt in _DEMO_PROMPTS.items():
         console.print(Rule(f"{name}, plain decoding"))
-        plain_text, plain = _run(console, client, prompt, params, gamma=0)
+        plain = _run(console, client, prompt, params, gamma=0)
         console.print(Rule(f"{name}, speculated"))
         console.print(LEGEND)
-        text, speculated = _run(console, client, prompt, params, gamma=None)
-        before, after = plain.stats.tokens_per_second, speculated.stats.tokens_per_second
-        per_step = speculated.output_tokens / max(1, speculated.stats.steps)
-        same = text == plain_text
+        speculated = _run(console, client, prompt, params, gamma=None)
+        before, after = plain.finished.stats.tokens_per_second, speculated.finished.stats.tokens_per_second
+        per_step = speculated.finished.output_tokens / max(1, speculated.finished.stats.steps)
+        same = speculated.text == plain.text
         times = f"{after / before:.2f}" if before else "-"
         table.add_row(name, f"{before:.1f}", f"{after:.1f}", f"{per_step:.2f}", times, str(same))
         equal &= same
@@ -218,20 +219,16 @@ def _show_both(console: Console, client: Client, max_tokens: int, plan: LaunchPl
     return equal
 
 
-def _run(
-    console: Console, client: Client, prompt: str, params: SamplingParams, *, gamma: int | None
-) -> tuple[str, Finished]:
-    parts: list[str] = []
+def _run(console: Console, client: Client, prompt: str, params: SamplingParams, *, gamma: int | None) -> Generation:
+    replies: list[Reply] = []
     for reply in client.generate(chat=[("user", prompt)], params=params, gamma=gamma):
+        replies.append(reply)
         if isinstance(reply, Tokens):
-            parts.append(reply.text)
             show_tokens(console, reply, colour=True)
-        elif isinstance(reply, Finished):
-            parts.append(reply.text)
-            console.print(reply.text, markup=False)
-            console.print(summary(reply.stats, reply), style="dim")
-            return "".join(parts), reply
-    raise OutriderError("the stream ended before the output was complete")
+    generation = collect(replies)
+    console.print(generation.finished.text, markup=False)
+    console.print(summary(generation.finished.stats, generation.finished), style="dim")
+    return generation
 
 
 def _tls_flags(plan: LaunchPlan) -> str:
