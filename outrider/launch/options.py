@@ -8,15 +8,12 @@ from outrider.base.config import ENGINES, option
 from outrider.protocol.errors import InvalidRequest
 
 Target = Annotated[str, option("--target", "Target model: a directory, a .gguf file, a hub id, or 'default'.")]
-DrafterChoice = Annotated[
-    str,
-    option(
-        "--drafter",
-        "KIND, KIND:MODEL or a model. Kinds: ngram, suffix, eagle, medusa, early-exit, published, model, translate; + "
-        "joins them, as suffix+eagle:PATH. A folder made by `outrider train` or with a published drafter needs no "
-        "kind. auto: the best bundled drafter for the target.",
-    ),
-]
+DRAFTER_FORMS = (
+    "KIND, KIND:MODEL or a model. Kinds: ngram, suffix, eagle, medusa, early-exit, published, model, translate; + "
+    "joins them, as suffix+eagle:PATH. A folder made by `outrider train` or with a published drafter needs no "
+    "kind. auto: the best bundled drafter for the target"
+)
+DrafterChoice = Annotated[str, option("--drafter", f"{DRAFTER_FORMS}.")]
 Device = Annotated[str, option("--device", "Device of the verifiers: auto, cpu, cuda or cuda:N.")]
 DrafterDevice = Annotated[str, option("--drafter-device", "Device of the drafters.")]
 Dtype = Annotated[str, option("--dtype", "auto, float32, bfloat16 or float16.")]

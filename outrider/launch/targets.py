@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from outrider.base.config import PREFIX, option
+from outrider.launch.options import DRAFTER_FORMS
 from outrider.models.drafter_choice import AUTO, choose_drafter
 from outrider.models.hub import DEFAULT, DEFAULT_NAME
 from outrider.protocol.errors import StartupError
@@ -26,10 +27,8 @@ Drafters = Annotated[
     list[str] | None,
     option(
         "--drafter",
-        "KIND, KIND:MODEL or a model. Kinds: ngram, suffix, eagle, medusa, early-exit, published, model, translate; + "
-        "joins them, as suffix+eagle:PATH. A folder made by `outrider train` or with a published drafter needs no "
-        "kind. auto: the best bundled drafter for the target; this is the default. Repeatable; NAME= in front: only "
-        "for the target of this name, otherwise for each.",
+        f"{DRAFTER_FORMS}; this is the default. Repeatable; NAME= in front: only for the target of this name, "
+        "otherwise for each.",
         metavar="[NAME=]KIND[:MODEL]",
     ),
 ]
