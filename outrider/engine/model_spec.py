@@ -149,15 +149,10 @@ def _llama(model: Any) -> ModelSpec:
             )
         )
 
-    def embed(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return body.embed_tokens(ids)  # type: ignore[no-any-return]
-
+    embed = lambda ids, _: body.embed_tokens(ids)  # noqa: E731
     if config.model_type in ("gemma", "gemma2") and not hasattr(body.embed_tokens, "embed_scale"):
         scale = torch.tensor(config.hidden_size**0.5, dtype=body.embed_tokens.weight.dtype)
-
-        def embed(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-            return body.embed_tokens(ids) * scale  # type: ignore[no-any-return]
-
+        embed = lambda ids, _: body.embed_tokens(ids) * scale  # noqa: E731
     head_dim = layers[0].out.weight.shape[1] // config.num_attention_heads
     return ModelSpec(
         layers=tuple(layers),
