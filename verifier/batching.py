@@ -13,7 +13,6 @@ from outrider.engine import SessionTokens
 from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.protocol.speculation import Guess
 from outrider.speculation.goodput import compared_guesses, paying_blocks
-from verifier.hidden_states.step_states import KeptRows
 from verifier.limits import SchedulerLimits
 from verifier.session import VerifySession
 from verifier.shares.fair_shares import FairShares
@@ -58,10 +57,10 @@ class ScheduledSession(NamedTuple):
             layers=layers,
         )
 
-    def kept_states(self, path: Sequence[int]) -> KeptRows:
-        """Return which hidden states to send: those of committed tokens and of the accepted `path`."""
+    def kept_rows(self, path: Sequence[int]) -> list[int]:
+        """Return the rows of committed tokens and of the accepted `path`."""
         last = len(self.pending) - 1
-        return KeptRows(self.states, [*range(last + 1), *(last + row for row in path)])
+        return [*range(last + 1), *(last + row for row in path)]
 
 
 class Batching:

@@ -19,7 +19,7 @@ from outrider.speculation.grammar import Masks
 from outrider.speculation.verification import SessionSampling, VerifyResult, verify_batch
 from verifier.batching import ScheduledSession
 from verifier.hidden_states.projections import Projections
-from verifier.hidden_states.step_states import SentRows, wire_states
+from verifier.hidden_states.step_states import KeptRows, SentRows, wire_states
 from verifier.session import VerifySession
 from verifier.target import SessionResult, TargetFailed, VerifyStep
 
@@ -91,7 +91,7 @@ class EngineTarget:
         sent: list[SentRows] = [{} for _ in batch]
         if any(map(len, computed.hidden_states)):
             paths = [verified[index].outcome.path if index in verified else () for index in range(len(batch))]
-            kept = [item.kept_states(path) for item, path in zip(batch, paths, strict=True)]
+            kept = [KeptRows(item.states, item.kept_rows(path)) for item, path in zip(batch, paths, strict=True)]
             sent = wire_states(computed, kept, self.projections.find)
         results = [self._session_result(item, sent[n], verified.get(n), failed.get(n)) for n, item in enumerate(batch)]
         return VerifyStep(results, int((forward - started) * 1e6), int((time.perf_counter() - started) * 1e6))
@@ -124,6 +124,5 @@ class EngineTarget:
             return SessionResult(None, {}, session.cache_length, error=failure)
         path = verified.outcome.path
         if item.block.tokens:
-            last = len(item.pending) - 1
-            self._engine.compact(session.key, session.cache_length, (*range(last + 1), *(last + row for row in path)))
+            self._engine.compact(session.key, session.cache_length, item.kept_rows(path))
         return SessionResult(verified, hidden_states, cache_length + len(path), complete_after=complete_after)
