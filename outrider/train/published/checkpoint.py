@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from outrider.base.atomic_files import atomic_write
 from outrider.protocol.errors import StartupError
+from outrider.train.artifacts.eagle import EagleShape
 from outrider.train.methods.interface import TrainingInputs
 from outrider.train.published.dspark import Dspark, DsparkShape
 from outrider.train.published.eagle3 import Eagle3, Eagle3Shape
@@ -48,18 +49,10 @@ class TrainedCheckpoint:
     @staticmethod
     def dimensions(target: PreTrainedModel) -> dict[str, Any]:
         """Return those of a drafter for a target."""
-        config = target.config.get_text_config()
-        heads = config.num_attention_heads
-        return {
-            "hidden": config.hidden_size,
-            "inner": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-            "heads": heads,
-            "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-            "states": state_layers(config.num_hidden_layers),
-            "rope_theta": float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)),
-            "context": int(getattr(config, "max_position_embeddings", 8192)),
-        }
+        own = asdict(EagleShape.like(target))
+        del own["layers"]  # those of the drafter are chosen
+        head_dim = own["head_dim"] or own["hidden"] // own["heads"]
+        return own | {"head_dim": head_dim, "states": state_layers(target.config.get_text_config().num_hidden_layers)}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the checkpoint."""
