@@ -81,10 +81,10 @@ class Schedule:
         """Yield the candidates for this request in their order."""
         for name, client in self._clients.items():
             gamma = 0 if name == PLAIN else None
-            yield Candidate(OUTRIDER, name), partial(_measure_setup, client, gamma)
+            yield Candidate(OUTRIDER, name), partial(setups.measure, client, gamma=gamma)
             # Acceptance varies little between rounds, unlike times: one round is enough.
             if name != PLAIN and request.turn == 0:
-                yield Candidate(OUTRIDER, name, self._gamma), partial(_measure_setup, client, self._gamma)
+                yield Candidate(OUTRIDER, name, self._gamma), partial(setups.measure, client, gamma=self._gamma)
         if request.mode == "greedy":
             for peer in self._peers:
                 for candidate in peer.candidates():
@@ -117,7 +117,3 @@ class Schedule:
             ended = "failed" if self.failure else "interrupted"
             progress.set_text(f"{ended}: the results are those of {len(runs)} of {total} answers")
         return runs
-
-
-def _measure_setup(client: Client, gamma: int | None, request: BenchRequest) -> TimedAnswer:
-    return setups.measure(client, request, gamma)
