@@ -18,7 +18,7 @@ from outrider.launch.stack import LaunchPlan, Stack
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import Role
 from outrider.runtime.embedded_redis import embedded_redis
-from outrider.testing.link_emulator import EmulatedLink, LinkShape
+from outrider.testing.link_emulator import EmulatedLink
 
 _TIMEOUT_S = 300.0
 _RTT_TOLERANCE = 0.15  # share of the round trip within which the coordinator must measure it
@@ -88,9 +88,6 @@ class Network:
         self._thread.start()
         self.link = EmulatedLink("127.0.0.1", port)
         asyncio.run_coroutine_threadsafe(self.link.__aenter__(), self._loop).result()
-
-    def set_shape(self, shape: LinkShape) -> None:
-        self.link.shape = shape
 
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self.link.__aexit__(None, None, None), self._loop).result()

@@ -38,7 +38,7 @@ class NetworkMeasurement:
 
     def measure(self, link: LinkCase, pair: ToyPair, times: ThrottledTimes, notify: Callable[[str], None]) -> None:
         """Run all modes in turn, round by round."""
-        self._setup.network.set_shape(link.shape)
+        self._setup.network.link.shape = link.shape
         self._setup.wait_for_round_trip(link.probe_ms)
         by_mode = {mode: NetworkRuns() for mode in self._modes}
         self._generate(NetworkMode(ADAPTIVE), seed=1_000, tokens=WARM_TOKENS)
@@ -82,7 +82,7 @@ class NetworkMeasurement:
 
     def _generate_with_drift(self, mode: NetworkMode, *, seed: int) -> list[float]:
         """Return the seconds that each part of the answer took."""
-        self._setup.network.set_shape(LinkCase(_DRIFT[0][0]).shape)
+        self._setup.network.link.shape = LinkCase(_DRIFT[0][0]).shape
         self._setup.wait_for_round_trip(_DRIFT[0][0])
         taken: list[float] = []
         began = 0.0
@@ -95,7 +95,7 @@ class NetworkMeasurement:
                 taken.append(now - began)
                 began = now
                 if len(taken) < len(_DRIFT):
-                    self._setup.network.set_shape(LinkCase(_DRIFT[len(taken)][0]).shape)
+                    self._setup.network.link.shape = LinkCase(_DRIFT[len(taken)][0]).shape
 
         run = self._generate(mode, seed=seed, tokens=self._tokens * len(_DRIFT), on_tokens=on_tokens)
         self._results.add_text(seed, run.tokens)
