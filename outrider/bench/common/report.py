@@ -10,7 +10,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,17 @@ class Times:
 
     def row(self) -> Row:
         return {"rounds": len(self.ms), "min_ms": self.best, "median_ms": self.median}
+
+
+def median(values: Iterable[float]) -> float | None:
+    """Return the median; None without values."""
+    present = list(values)
+    return statistics.median(present) if present else None
+
+
+def ratio(part: float, whole: float | None) -> float | None:
+    """Return the ratio; None without a whole."""
+    return part / whole if whole else None
 
 
 def machine() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from outrider.bench.common.report import Row
+from outrider.bench.common.report import Row, median, ratio
 from outrider.protocol.statistics import GenerationStats
 
 MODES = ("greedy", "coupled", "block")
@@ -135,10 +135,10 @@ class Comparison:
         row: Row = {
             "answers": len(timed),
             "tokens": sum(len(run.answer.tokens) for run in timed),
-            "tokens_per_s": _median(rates),
+            "tokens_per_s": median(rates),
             "tokens_per_s_of_each": rates,
-            "first_token_ms": _median(ms for run in timed if (ms := run.answer.first_ms) is not None),
-            "speedup_vs_plain": _median(self._speedups(timed)),
+            "first_token_ms": median(ms for run in timed if (ms := run.answer.first_ms) is not None),
+            "speedup_vs_plain": median(self._speedups(timed)),
             "texts_equal": all(equal) if equal else None,
         }
         if len(speedups := self._speedups(timed)) > 1:
@@ -189,8 +189,8 @@ def adaptive_gamma(stats: Sequence[GenerationStats]) -> Row:
     steps = sum(each.steps for each in stats)
     return {
         "steps": steps,
-        "mean_gamma": _ratio(sum(each.mean_gamma * each.steps for each in stats), steps),
-        "guessed_share_of_steps": _ratio(sum(each.drafts for each in stats), steps),
+        "mean_gamma": ratio(sum(each.mean_gamma * each.steps for each in stats), steps),
+        "guessed_share_of_steps": ratio(sum(each.drafts for each in stats), steps),
         "acceptance_length": _length(stats),
     }
 
@@ -204,17 +204,17 @@ def acceptance(stats: Sequence[GenerationStats]) -> Row:
     return {
         "verdicts": steps,
         "verdicts_with_guess": drafts,
-        "guessed_share_of_steps": _ratio(drafts, steps),
+        "guessed_share_of_steps": ratio(drafts, steps),
         "offered_per_position": proposed_at,
         "accepted_per_position": accepted_at,
         "acceptance_per_position": [
-            _ratio(accepted, proposed) for accepted, proposed in zip(accepted_at, proposed_at, strict=True)
+            ratio(accepted, proposed) for accepted, proposed in zip(accepted_at, proposed_at, strict=True)
         ],
-        "acceptance_first": _ratio(accepted_at[0], proposed_at[0]) if proposed_at else None,
+        "acceptance_first": ratio(accepted_at[0], proposed_at[0]) if proposed_at else None,
         "acceptance_length": _length(stats),
         # An estimate: the coordinator reports the time per message, which has about the tokens that a verdict checks.
-        "draft_ms_per_token": _ratio(sum(each.mean_draft_ms * each.drafts for each in stats), guessed),
-        "bytes_per_accepted_token": _ratio(
+        "draft_ms_per_token": ratio(sum(each.mean_draft_ms * each.drafts for each in stats), guessed),
+        "bytes_per_accepted_token": ratio(
             sum(each.bytes_per_accepted_token * each.accepted_tokens for each in stats), accepted_tokens
         ),
         "sources": _sources(stats),
@@ -222,7 +222,7 @@ def acceptance(stats: Sequence[GenerationStats]) -> Row:
 
 
 def _length(stats: Sequence[GenerationStats]) -> float | None:
-    return _ratio(sum(each.acceptance_length * each.drafts for each in stats), sum(each.drafts for each in stats))
+    return ratio(sum(each.acceptance_length * each.drafts for each in stats), sum(each.drafts for each in stats))
 
 
 def _sources(stats: Sequence[GenerationStats]) -> dict[str, dict[str, int]]:
@@ -244,12 +244,3 @@ def sum_positions(counts: Iterable[Iterable[int]]) -> list[int]:
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
     different = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(different, min(len(one), len(other)))
-
-
-def _median(values: Iterable[float]) -> float | None:
-    present = list(values)
-    return statistics.median(present) if present else None
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
-from outrider.bench.common.report import Row, Times
+from outrider.bench.common.report import Row, Times, median, ratio
 from outrider.bench.fleet.load import LoadedAnswer, LoadRecord
 from outrider.bench.fleet.options import FleetSize
 
@@ -35,16 +35,16 @@ def load_row(size: FleetSize, record: LoadRecord) -> Row:
         "sessions": record.sessions,
         "seconds": elapsed,
         "tokens_per_s": sum(count for each in arrivals for _, count in each) / elapsed,
-        "session_tokens_per_s": _median(_rates(arrivals)),
-        "between_tokens_p50_ms": _median(gaps),
+        "session_tokens_per_s": median(_rates(arrivals)),
+        "between_tokens_p50_ms": median(gaps),
         "between_tokens_p99_ms": _p99(gaps),
-        "first_token_p50_ms": _median(firsts),
+        "first_token_p50_ms": median(firsts),
         "first_token_p99_ms": _p99(firsts),
         "imbalance": imbalance(record),
-        "cached_share": sum(each.stats.cached_tokens for each in finished) / prompts if prompts else None,
-        "tokens_per_step": sum(each.output_tokens for each in finished) / steps if steps else None,
-        "step_ms": sum(each.stats.mean_step_ms * each.stats.steps for each in finished) / steps if steps else None,
-        "wait_ms": sum(each.stats.mean_wait_ms * each.stats.steps for each in finished) / steps if steps else None,
+        "cached_share": ratio(sum(each.stats.cached_tokens for each in finished), prompts),
+        "tokens_per_step": ratio(sum(each.output_tokens for each in finished), steps),
+        "step_ms": ratio(sum(each.stats.mean_step_ms * each.stats.steps for each in finished), steps),
+        "wait_ms": ratio(sum(each.stats.mean_wait_ms * each.stats.steps for each in finished), steps),
         "answers": len(finished),
         "failures": dict(Counter(answer.error for answer in ended if answer.error)),
         "cpus": {name: spent / elapsed for name, spent in record.cpu_s.items()},
@@ -63,7 +63,7 @@ def imbalance(record: LoadRecord) -> float | None:
 def with_scaling(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with their throughput over that of one verifier, otherwise the same fleet and sessions."""
     alone = {_but_verifiers(row): row["tokens_per_s"] for row in rows if row["verifiers"] == 1}
-    return [{**row, "scaling": _ratio(row["tokens_per_s"], alone.get(_but_verifiers(row)))} for row in rows]
+    return [{**row, "scaling": ratio(row["tokens_per_s"], alone.get(_but_verifiers(row)))} for row in rows]
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     fleets = []
     for size, row in best.items():
         alone = best.get(FleetSize(1, size.coordinators, size.drafters), {})
-        scaling = _ratio(row["tokens_per_s"], alone.get("tokens_per_s"))
+        scaling = ratio(row["tokens_per_s"], alone.get("tokens_per_s"))
         fleets.append({**asdict(size), **{key: row[key] for key in ("tokens_per_s", "sessions")}, "scaling": scaling})
     return {"fleets": fleets, "failures": sum(sum(row["failures"].values()) for row in rows)}
 
@@ -105,16 +105,8 @@ def _rates(arrivals: Iterable[Sequence[tuple[float, int]]]) -> list[float]:
     return [sum(count for _, count in each[1:]) / (each[-1][0] - each[0][0]) for each in arrivals if len(each) > 1]
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return Times(values).median if values else None
-
-
 def _p99(values: Sequence[float]) -> float | None:
     return Times(values).p99 if values else None
-
-
-def _ratio(value: float, base: float | None) -> float | None:
-    return value / base if base else None
 
 
 def _but_verifiers(row: Mapping[str, Any]) -> tuple[int, int, int]:
