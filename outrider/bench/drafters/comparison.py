@@ -88,11 +88,8 @@ class Comparison:
             request = run.request
             groups.setdefault((request.mode, request.kind, run.candidate.engine, run.candidate.drafter), []).append(run)
         order = sorted(groups, key=lambda key: MODES.index(key[0]))
-        return [
-            {"mode": mode, "kind": kind, "engine": engine, "drafter": drafter} | self._row(groups[key])
-            for key in order
-            for mode, kind, engine, drafter in [key]
-        ]
+        names = ("mode", "kind", "engine", "drafter")
+        return [dict(zip(names, key, strict=True)) | self._row(groups[key]) for key in order]
 
     def summary(self) -> dict[str, Any]:
         """Return the figures, by kind, of the drafter that was fastest over all kinds of prompts in the first mode."""
