@@ -124,13 +124,13 @@ def rows(passes: PassTimes, served: ServedTimes) -> list[Row]:
     """Return one row per measurement; `part` names its kind."""
     verification = [
         {"part": "verification", "context": context, "new_tokens": new} | times.row()
-        for (context, new), times in _sorted(passes.verification)
+        for (context, new), times in sorted(passes.verification.items())
     ]
     batch = [
         {"part": "batch", "context": context, "sessions": sessions}
         | times.row()
         | {"tokens_per_s": passes.tokens_per_s(context, sessions)}
-        for (context, sessions), times in _sorted(passes.batch)
+        for (context, sessions), times in sorted(passes.batch.items())
     ]
     single = [
         {"part": "single_token", "name": name, "context": BASE_CONTEXT} | times.row()
@@ -150,10 +150,6 @@ def rows(passes: PassTimes, served: ServedTimes) -> list[Row]:
         )
     ]
     return [*verification, *batch, *single, *ceilings, *streams]
-
-
-def _sorted(measured: Mapping[tuple[int, int], Times]) -> list[tuple[tuple[int, int], Times]]:
-    return [(key, measured[key]) for key in sorted(measured)]
 
 
 def some_tokens(seed: str, count: int, vocab_size: int) -> list[int]:
