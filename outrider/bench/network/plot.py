@@ -129,14 +129,10 @@ def _map(axes: Axes, share: float) -> None:
     axes.imshow(
         winners, cmap=ListedColormap([colour for _, colour, _ in _MODES]), vmin=0, vmax=len(_MODES) - 1, origin="lower"
     )
-    _ticks(axes)
-    axes.set_title(f"drafting a token takes {share:g} of a verifier's step", fontsize=10)
-    axes.set_xlabel("round trip over a verifier's step")
-
-
-def _ticks(axes: Axes) -> None:
     axes.set_xticks(range(len(_RTTS)), [f"{rtt / 40:g}" for rtt in _RTTS])
     axes.set_yticks(range(len(_ACCEPTANCES)), [f"{acceptance:g}" for acceptance in _ACCEPTANCES])
+    axes.set_title(f"drafting a token takes {share:g} of a verifier's step", fontsize=10)
+    axes.set_xlabel("round trip over a verifier's step")
 
 
 def _label(axes: Axes, title: str, x: str, y: str) -> None:
