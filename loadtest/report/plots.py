@@ -17,18 +17,8 @@ from matplotlib.ticker import MaxNLocator
 from loadtest.report.summary import Percentiles, Summary
 
 # Placeholder colours for matplotlib; the SVG gets CSS variables, so that one plot fits the light and dark modes.
-_COLOURS = {
-    "#010101": "ink",
-    "#020202": "soft",
-    "#030303": "line",
-    "#040404": "band",
-    "#050505": "one",
-    "#060606": "two",
-    "#070707": "three",
-    "#080808": "warn",
-    "#090909": "bad",
-}
-_BY_NAME = {name: colour for colour, name in _COLOURS.items()}
+_NAMES = ("ink", "soft", "line", "band", "one", "two", "three", "warn", "bad")
+_BY_NAME = {name: "#" + 3 * f"{number:02}" for number, name in enumerate(_NAMES, start=1)}
 _SIZE = (5.2, 2.3)  # inches; small, so that text stays readable on narrow pages
 _SETTINGS: Any = {
     "svg.fonttype": "none",
@@ -140,6 +130,6 @@ def _svg(figure: Figure) -> str:
     svg = re.sub(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    for colour, name in _COLOURS.items():
+    for name, colour in _BY_NAME.items():
         svg = svg.replace(colour, f"var(--{name})")
     return svg
