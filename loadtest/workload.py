@@ -40,10 +40,6 @@ class Output:
     token_ids: tuple[int, ...] | None  # None: the protocol sends only their number
     num_tokens: int
 
-    @classmethod
-    def of(cls, text: str, token_ids: Sequence[int]) -> Output:
-        return cls(text, tuple(token_ids), len(token_ids))
-
 
 def cases(kinds: str, max_tokens: int) -> list[Case]:
     """Return one case per prompt of the given kinds, alternately greedy and coupled.

@@ -94,17 +94,17 @@ def test_kinds_are_asked_by_their_weights() -> None:
 @pytest.mark.parametrize(
     ("got", "says"),
     [
-        (Output.of("one two", (1, 2)), ""),
-        (Output.of("one too", (1, 3)), "from character 5 on 'oo' instead of 'wo'"),
-        (Output.of("one", (1,)), "from character 3 on '' instead of ' two'"),
-        (Output.of("one two", (1, 2, 2)), "same text, different tokens from token 2 on"),
+        (Output("one two", (1, 2), 2), ""),
+        (Output("one too", (1, 3), 2), "from character 5 on 'oo' instead of 'wo'"),
+        (Output("one", (1,), 1), "from character 3 on '' instead of ' two'"),
+        (Output("one two", (1, 2, 2), 3), "same text, different tokens from token 2 on"),
         (Output("one two", None, 2), ""),  # of a protocol that does not tell tokens
         (Output("one two", None, 3), "same text from 3 tokens instead of 2"),
         (Output("one too", None, 2), "from character 5 on 'oo' instead of 'wo'"),
     ],
 )
 def test_difference_says_where(got: Output, says: str) -> None:
-    assert difference(Output.of("one two", (1, 2)), got) == says
+    assert difference(Output("one two", (1, 2), 2), got) == says
 
 
 # Where load may go.

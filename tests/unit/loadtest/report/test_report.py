@@ -24,7 +24,7 @@ from loadtest.workload import Output, cases
 from outrider.protocol.errors import Expired, OutriderError, Overloaded, PeerLost, Unavailable
 
 CHAT, CODE = cases("chat", 8)[0], cases("code", 8)[0]
-EXPECTED = Output.of("one two three", (1, 2, 3))
+EXPECTED = Output("one two three", (1, 2, 3), 3)
 GUESSES = Speculation(steps=2, guesses=5, accepted=1)
 OVER_GRPC = [
     ReplyPiece("one ", (1,)),
