@@ -43,13 +43,13 @@ class Attempt:
     case: Case
     begun_at: float = field(default_factory=time.time)
     total_ms: float = 0.0
+    tokens: int = 0  # of the whole output
     error: str = ""  # name of the failure
     detail: str = ""  # its message, for people
     shed: bool = False
     pause_s: float = 0.0  # before this user's next request
     _began: float = field(default_factory=time.perf_counter)
     _pieces: list[tuple[float, ReplyPiece]] = field(default_factory=list)
-    _output_tokens: int = 0
 
     def read(self, pieces: Iterable[ReplyPiece]) -> Output:
         """Read the output to its end; raise the error that ends it."""
@@ -60,9 +60,9 @@ class Attempt:
             self.total_ms = self._now_ms()
         ids_of_pieces = [piece.token_ids for _, piece in self._pieces]
         token_ids = [token for ids in ids_of_pieces for token in ids or ()]
-        self._output_tokens = next((p.output_tokens for _, p in self._pieces if p.output_tokens is not None), 0)
+        self.tokens = next((p.output_tokens for _, p in self._pieces if p.output_tokens is not None), 0)
         text = "".join(piece.text for _, piece in self._pieces)
-        return Output(text, None if None in ids_of_pieces else tuple(token_ids), self._output_tokens)
+        return Output(text, None if None in ids_of_pieces else tuple(token_ids), self.tokens)
 
     def run(self, pieces: Iterable[ReplyPiece], expected: Output) -> None:
         """Read the output, compare it with the reference, and record the outcome."""
@@ -80,10 +80,6 @@ class Attempt:
         return not self.shed and self.error in ("", TEXT_DIFFERS)
 
     @property
-    def tokens(self) -> int:
-        return self._output_tokens
-
-    @property
     def speculation(self) -> Speculation:
         """Return the guesses of a complete output."""
         return next((p.speculation for _, p in self._pieces if p.output_tokens is not None), Speculation())
@@ -98,7 +94,7 @@ class Attempt:
         seen, shares = 0, [0]
         for _, piece in arrived:
             seen += len(piece.text)
-            shares.append(round(self._output_tokens * seen / characters))
+            shares.append(round(self.tokens * seen / characters))
         return [Arrival(at, until - since) for (at, _), (since, until) in zip(arrived, pairwise(shares), strict=True)]
 
     @property

@@ -103,7 +103,7 @@ def timed(*marks: tuple[float, ReplyPiece]) -> Attempt:
     """An attempt whose pieces came then."""
     attempt = Attempt("http", CHAT)
     attempt._pieces = list(marks)
-    attempt._output_tokens = next((piece.output_tokens for _, piece in marks if piece.output_tokens is not None), 0)
+    attempt.tokens = next((piece.output_tokens for _, piece in marks if piece.output_tokens is not None), 0)
     attempt.total_ms = marks[-1][0]
     return attempt
 
@@ -167,7 +167,7 @@ def at(second: float, protocol: str, case: Any, *, ms: float = 500, **changed: A
     """A request that began then and brought its three tokens in thirds of its time."""
     attempt = Attempt(protocol, case, begun_at=START + second)
     attempt._pieces = [(ms * (i + 1) / 3, piece) for i, piece in enumerate(OVER_GRPC[:3])]
-    attempt._output_tokens = 3
+    attempt.tokens = 3
     attempt.total_ms = ms
     for name, value in changed.items():
         setattr(attempt, name, value)
