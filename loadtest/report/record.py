@@ -118,7 +118,7 @@ class Recorder:
     def __init__(self, slice_s: float = MIN_SLICE_S) -> None:
         self.slice_s = slice_s
         self._tallies: dict[tuple[int, RequestGroup], RequestTally] = {}
-        self._users: dict[int, int] = {}
+        self.users: dict[int, int] = {}  # last recorded number, by slice with a record
 
     @classmethod
     def of(cls, seconds: float) -> Recorder:
@@ -154,21 +154,16 @@ class Recorder:
             at(arrival.at_ms).tokens += arrival.tokens
 
     def record_users(self, now: float, users: int) -> None:
-        self._users[self._slice(now)] = users
+        self.users[self._slice(now)] = users
 
     def clear(self) -> None:
         self._tallies.clear()
-        self._users.clear()
+        self.users.clear()
 
     @property
     def tallies(self) -> Iterator[tuple[int, RequestGroup, RequestTally]]:
         for (number, group), tally in self._tallies.items():
             yield number, group, tally
-
-    @property
-    def users(self) -> dict[int, int]:
-        """Return the last recorded number of users, per slice with a record."""
-        return self._users
 
     def drain(self) -> list[list[Any]]:
         """Return the counts since the last call, for the leading process to merge."""
