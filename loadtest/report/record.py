@@ -82,14 +82,8 @@ class RequestTally:
     def packed(self) -> list[Any]:
         counts = [self.requests, self.shed, self.compared, self.tokens]
         speculation = [self.checked_steps, self.guesses, self.accepted]
-        return [
-            *counts,
-            *speculation,
-            dict(self.errors),
-            self.first_token.packed(),
-            self.inter_token.packed(),
-            self.total.packed(),
-        ]
+        times = [each.packed() for each in (self.first_token, self.inter_token, self.total)]
+        return [*counts, *speculation, dict(self.errors), *times]
 
     @classmethod
     def unpacked(cls, data: list[Any]) -> RequestTally:
