@@ -121,9 +121,8 @@ def run(options: list[str], folder: Path, figures: Path, api_key: str, limit_s: 
 
 
 def draw(summary: Summary, file: Path) -> None:
-    from loadtest.report.page import (
-        write,  # imported here: it takes a second, which an invalid command need not wait for
-    )
+    # Imported here: it takes a second, which an invalid command need not wait for.
+    from loadtest.report.page import write
 
     file.parent.mkdir(parents=True, exist_ok=True)
     write(summary, file)

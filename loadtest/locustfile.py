@@ -148,9 +148,8 @@ class RunShape(LoadTestShape):  # type: ignore[misc]
         state.recorder.record_users(now, self.runner.user_count)
         wanted = state.schedule.tick(now, self.runner.user_count)
         if wanted is None:
-            self.runner.shape_last_tick = (
-                None  # otherwise locust would not treat the next run's first tick as the first
-            )
+            # Otherwise locust would not treat the next run's first tick as the first.
+            self.runner.shape_last_tick = None
         return wanted
 
 
