@@ -111,11 +111,8 @@ class Target:
         """Return the tokens that were added to the vocabulary, special or not."""
         return frozenset(self.tokenizer.added_tokens_decoder)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self._decode(tokens)
-
     @cached_property
-    def _decode(self) -> Callable[[Sequence[int]], str]:
+    def decode(self) -> Callable[[Sequence[int]], str]:
         """Return the decoder: the tokenizer's Rust backend where transformers' Python around it adds only time."""
         from transformers import PreTrainedTokenizerFast  # here: it was loaded with the tokenizer
 
