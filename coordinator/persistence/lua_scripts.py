@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from outrider.protocol.speculation import FinishReason
 
-STOP, LENGTH = int(FinishReason.STOP), int(FinishReason.LENGTH)
+NONE, STOP, LENGTH = int(FinishReason.NONE), int(FinishReason.STOP), int(FinishReason.LENGTH)
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
 MAX_TOKENS_BYTES = 16 * 1024 * 1024
 MAX_LOGPROBS_BYTES = 256 * 1024 * 1024
@@ -42,7 +42,8 @@ end
 
 WRITE = f"""{_SHAPES}
 -- KEYS: session, tokens, logprobs.
--- ARGV: epoch, owner, request, model, ttl, offset, data, finish, verifier, tenant, offset and data of logprobs
+-- ARGV: epoch, owner, request, model, ttl, offset, data, finish, verifier, tenant, offset and data of logprobs,
+-- 1 if the output cannot be answered without them.
 local held = epoch_of(KEYS[1])
 if (held == nil and not absent(KEYS[1])) or not text_or_none(KEYS[2]) or not text_or_none(KEYS[3]) then
   redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
@@ -53,10 +54,10 @@ if held and (held > epoch or held == epoch and redis.call('HGET', KEYS[1], 'owne
 if held == nil and ARGV[3] == '' then return 'MISSING' end
 if ARGV[3] ~= '' then
   redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2], 'request', ARGV[3], 'model', ARGV[4])
-  redis.call('HSET', KEYS[1], 'tenant', ARGV[10])
+  redis.call('HSET', KEYS[1], 'tenant', ARGV[10], 'logprobs', ARGV[13])
 end
 local offset = tonumber(ARGV[6])
-if redis.call('STRLEN', KEYS[2]) < offset then return 'GAP' end
+if redis.call('STRLEN', KEYS[2]) < offset or redis.call('STRLEN', KEYS[3]) < tonumber(ARGV[11]) then return 'GAP' end
 if #ARGV[7] > 0 then redis.call('SETRANGE', KEYS[2], offset, ARGV[7]) end
 if #ARGV[12] > 0 then redis.call('SETRANGE', KEYS[3], ARGV[11], ARGV[12]) end
 if ARGV[8] ~= '0' then redis.call('HSET', KEYS[1], 'finish', ARGV[8]) end
@@ -76,9 +77,12 @@ if redis.call('HSTRLEN', KEYS[1], 'request') > {MAX_REQUEST_BYTES} then return '
 for _, name in ipairs({{'finish', 'model', 'verifier', 'tenant'}}) do
   if redis.call('HSTRLEN', KEYS[1], name) > {MAX_FIELD_BYTES} then return 'UNREADABLE' end
 end
-local finish = redis.call('HGET', KEYS[1], 'finish')
-if (finish == '{STOP}' or finish == '{LENGTH}') and redis.call('STRLEN', KEYS[2]) == 0 then
-  redis.call('HDEL', KEYS[1], 'finish')  -- its tokens were evicted: they are computed again
+local finish = redis.call('HGET', KEYS[1], 'finish') or '0'
+if finish == '{NONE}' or finish == '{STOP}' or finish == '{LENGTH}' then  -- what was evicted is computed again
+  if redis.call('HGET', KEYS[1], 'logprobs') == '1' and redis.call('STRLEN', KEYS[3]) == 0 then
+    redis.call('DEL', KEYS[2])
+  end
+  if redis.call('STRLEN', KEYS[2]) == 0 then redis.call('HDEL', KEYS[1], 'finish') end
 end
 if redis.call('STRLEN', KEYS[2]) > {MAX_TOKENS_BYTES} then return 'UNREADABLE' end
 if redis.call('STRLEN', KEYS[3]) > {MAX_LOGPROBS_BYTES} then return 'UNREADABLE' end

@@ -78,8 +78,9 @@ class Store:
                     int(record.finish_reason) if end == len(record.tokens) else 0,
                     record.verifier,
                     record.tenant,
-                    logprobs_size(top or 0) * start,
+                    0 if top is None else logprobs_size(top) * start,
                     pack_logprobs(known, top or 0),
+                    int(top is not None and not record.request.params.mode.needs_draft_probs),
                 ],
             )
         return bytes(reply).decode()

@@ -138,13 +138,15 @@ def read_session(
     asked.check()
     ids, kinds = unpack(tokens)
     top = asked.params.logprobs
+    known = [] if top is None else _finite(unpack_logprobs(logprobs, top)[: len(ids)])
+    missing = 0 if top is None else len(ids) - len(known)  # evicted
     return SessionRecord(
         session_id=session_id,
         request=asked,
         epoch=int(epoch),
         tokens=ids,
         kinds=kinds,
-        logprobs=[] if top is None else _finite(unpack_logprobs(logprobs, top)[: len(ids)]),
+        logprobs=[*known, *[None] * missing],
         finish_reason=_finish(finish or b"0"),
         model=(model or b"").decode(),
         verifier=(verifier or b"").decode(),

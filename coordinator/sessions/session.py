@@ -74,8 +74,7 @@ class Session:
         prefix = PromptPrefix(request.prompt, request.cache_salt, request.params.max_tokens + _EXTRA_TOKENS)
         self._verifiers = VerifierChooser(context.worker_pool, context.worker_wait_s, target.identity, prefix)
         self.drafting = Drafting(record, target.info, context.drafting, self.stats)
-        missing = len(record.tokens) - len(record.logprobs)
-        self.output.append(record.tokens, record.kinds, [*record.logprobs, *[None] * missing])
+        self.output.append(record.tokens, record.kinds, record.logprobs)
         if record.finished:
             self._end()
 

@@ -20,8 +20,8 @@ from coordinator.persistence.store import Store
 from coordinator.persistence.stored_records import seal_worker
 from outrider.protocol import convert
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
-from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import FinishReason, TokenKind
+from outrider.protocol.sampling_params import SamplingParams, Verification
+from outrider.protocol.speculation import FinishReason, TokenKind, TokenLogprobs
 from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
 from outrider.v1 import coordinator_pb2 as pb
@@ -270,6 +270,52 @@ async def test_an_output_whose_tokens_redis_evicted_is_made_again(redis_server: 
         record = await store.claim("of-two-2")
         assert record is not None
         assert (record.tokens, record.finish_reason, record.epoch) == ([], FinishReason.NONE, 2)
+    finally:
+        await store.connection.close()
+
+
+def with_logprobs(session_id: str, finish: FinishReason, mode: Verification = Verification.COUPLED) -> SessionRecord:
+    """Return a record of four tokens with their log probabilities."""
+    params = SamplingParams(seed=1, max_tokens=4, logprobs=1, temperature=1.0, verification=mode)
+    known: list[TokenLogprobs | None] = [TokenLogprobs(-1.0, (5,), (-1.0,))] * 4
+    request = SessionRequest((1, 2), params)
+    return SessionRecord(session_id, request, 1, [5] * 4, [TokenKind.PLAIN] * 4, known, finish)
+
+
+@pytest.mark.parametrize("finish", [FinishReason.NONE, FinishReason.LENGTH, FinishReason.CANCELLED])
+@pytest.mark.parametrize("mode", [Verification.COUPLED, Verification.BLOCK])
+async def test_an_output_whose_log_probabilities_redis_evicted_is_made_again_where_it_can_be(
+    redis_server: Redis, finish: FinishReason, mode: Verification
+) -> None:
+    """Another draw would be another text: there, and in a cancelled answer, tokens without log probabilities stay."""
+    store, name = Store(redis_server.url, "other", 60), f"evicted-{finish.name}-{mode.name}"
+    try:
+        assert await store.write(with_logprobs(name, finish, mode), 0, 4, whole=True) == "OK"
+        with redis.Redis.from_url(redis_server.url) as full:
+            full.delete(f"outrider:logprobs:{{{name}}}")
+        record = await store.claim(name)
+        assert record is not None
+        again = mode is Verification.COUPLED and finish is not FinishReason.CANCELLED
+        assert (record.tokens, record.logprobs) == (([], []) if again else ([5] * 4, [None] * 4))
+        assert record.finish_reason is (FinishReason.NONE if again else finish)
+        assert record.epoch == (2 if again or finish is FinishReason.NONE else 1)
+    finally:
+        await store.connection.close()
+
+
+async def test_log_probabilities_that_redis_evicted_from_a_running_session_are_written_again(
+    redis_server: Redis,
+) -> None:
+    store, running = Store(redis_server.url, "owner", 60), with_logprobs("evicted-running", FinishReason.NONE)
+    try:
+        assert await store.write(running, 0, 2, whole=True) == "OK"
+        with redis.Redis.from_url(redis_server.url) as full:
+            full.delete("outrider:logprobs:{evicted-running}")
+        assert await store.write(running, 2, 4, whole=False) == "GAP"
+        assert await store.write(running, 0, 4, whole=True) == "OK"
+        record = await store.claim("evicted-running")
+        assert record is not None
+        assert record.logprobs == running.logprobs
     finally:
         await store.connection.close()
 
