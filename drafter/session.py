@@ -114,6 +114,10 @@ class DraftSession:
         self._draft_us += spent_us
         if new_depths:
             self._step_us.add(spent_us / (max(new_depths) - min(new_depths) + 1))
+        self._offer()
+
+    def _offer(self) -> None:
+        """Send what is due: after a commit or steering, an empty guess may be, without a further request."""
         self._changed.set()
         while self.send is not None and (message := self.next_message()) is not None:
             self.send(message)
@@ -159,6 +163,7 @@ class DraftSession:
             self._calibration.record_outcome(siblings, accepted)
         self.committed += new
         self._exhausted = self._exhausted and not new
+        self._offer()
 
     def steer(self, steering: DraftSteering) -> None:
         steering.check()
@@ -170,6 +175,7 @@ class DraftSession:
         self.eager = self.eager if steering.eager is None else steering.eager
         if steering.gamma is not None or steering.branches is not None or steering.nodes is not None:
             self._exhausted = False
+        self._offer()
 
     @property
     def depth(self) -> int:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from drafter.interface import DraftRequest
 from drafter.methods.ngram import NgramDrafter
 from drafter.session import MAX_TREE, MESSAGE_S, DraftOpening, DraftSession
+from outrider.base.aio import background
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution, DraftSteering, Guess
@@ -567,3 +568,25 @@ def test_texts_of_targets_with_other_vocabularies_stay_apart() -> None:
         assert request is not None
         salts.add(request.cache_salt)
     assert len(salts) == 2
+
+
+@pytest.mark.parametrize("direct", [False, True])
+async def test_a_session_whose_open_guesses_are_as_many_as_allowed_says_so_at_each_change(*, direct: bool) -> None:
+    """After a change of plan, the tree of the plan before takes all places and is less deep than what is waited for."""
+    session, messages = opened(gamma=2, branches=3), asyncio.Queue[Guess]()
+    session.send = messages.put_nowait if direct else None
+
+    async def read() -> None:
+        async for guess in session.messages():
+            messages.put_nowait(guess)
+
+    async with background(read()):
+        session.next_request()
+        session.add_guess(answer(session, 7, 8, 9, 4, 5, 6, parents=(-1, -1, -1, 0, 0, 0)), 100)
+        assert len((await asyncio.wait_for(messages.get(), 5.0)).tokens) == 6
+        await asyncio.sleep(2 * MESSAGE_S)
+        session.steer(DraftSteering(gamma=3, branches=1))
+        assert await asyncio.wait_for(messages.get(), 5.0) == Guess(3, 0, 0, ())
+        session.commit(3, (7,))
+        assert session.next_request() is None
+        assert await asyncio.wait_for(messages.get(), 5.0) == Guess(4, 0, 0, ())
