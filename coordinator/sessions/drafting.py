@@ -254,6 +254,8 @@ class Drafting:
         useful = guess.parent <= drafter.relayed or guess.parent > drafter.received  # unknown parents are refused there
         drafter.received = max(drafter.received, guess.first_id + len(guess.tokens) - 1)
         if not guess.tokens:
+            if late < 0:  # after guesses that are open: no more of them before the next commit
+                guess.position, guess.parent = self._record.position, 0
             if useful:
                 drafter.passed = guess
                 self._forward_pass()

@@ -160,6 +160,22 @@ async def test_nothing_more_after_a_guess_that_was_dropped_is_dropped_too() -> N
     await session.connection.close()
 
 
+async def test_an_empty_guess_holds_until_the_next_commit_and_no_longer() -> None:
+    """One for a position far ahead would end all waits up to there: those of its own session."""
+    session = Session([10, 20, 30])
+    session.drafting._verifier = session
+    session.drafting._attached[1] = session.drafter
+    session.drafter.joined, session.drafter.plan = True, SpeculationPlan(4)
+    assert session.send(5, 1, [40, 50, 60])
+    assert session.send(8, 0, [], parent=3)
+    assert session.trees[0].passed_at == 5
+    session.commit([40])
+    assert session.trees[0].passed_at < len(session.whole)
+    assert session.send(6, 0, []), "what is said later is heard"
+    assert session.trees[0].passed_at == 6
+    await session.connection.close()
+
+
 async def test_a_parent_that_was_never_guessed_is_left_to_the_verifier_to_refuse() -> None:
     session = Session([10, 20, 30])
     assert not session.send(3, 1, [9])
