@@ -20,6 +20,7 @@ MAX_BATCH_BYTES = 64 * 1024
 _FRAME_BYTES = 48  # of a frame besides its content, at most
 PING_S = 0.05  # between two pings, at least
 _PATIENCE_S = 0.02  # with a pong
+_PONGS = 64  # of which the fastest counts: the route may change
 
 
 class FrameQueue:
@@ -32,7 +33,7 @@ class FrameQueue:
         self._room = 0  # bytes, in the last batch
         self._added = asyncio.Event()
         self._closed = self._asked = False  # asked for a pong
-        self._pinged_at, self._fastest_s = -math.inf, math.inf  # from a ping to its pong
+        self._pinged_at, self._answers_s = -math.inf, deque([math.inf], _PONGS)  # from a ping to its pong
         self.answered = asyncio.Event()  # the last ping
         self.answered.set()
 
@@ -72,13 +73,13 @@ class FrameQueue:
             self._asked = True
             self._added.set()
         if batch.pong:
-            self._fastest_s = min(self._fastest_s, time.monotonic() - self._pinged_at)
+            self._answers_s.append(time.monotonic() - self._pinged_at)
             self.answered.set()
 
     @property
     def is_behind(self) -> bool:
-        """Return whether the peer reads much later than at its fastest."""
-        late_s = time.monotonic() - self._pinged_at - max(_PATIENCE_S, 2 * self._fastest_s)
+        """Return whether the peer reads much later than at its fastest of late."""
+        late_s = time.monotonic() - self._pinged_at - max(_PATIENCE_S, 2 * min(self._answers_s))
         return late_s > 0 and not self.answered.is_set()
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.multiplex import frames
-from outrider.multiplex.frames import PING_S, FrameQueue
+from outrider.multiplex.frames import _PONGS, PING_S, FrameQueue
 from outrider.multiplex.stream import check_batch
 from outrider.protocol.errors import InvalidRequest
 from outrider.v1 import multiplex_pb2 as pb
@@ -77,6 +77,20 @@ async def test_a_slow_connection_makes_no_peer_late(clock: Clock) -> None:
         assert not ours.is_behind
         theirs.take_marks(asked)
         ours.take_marks(await sent(theirs))
+
+
+async def test_a_route_that_has_become_slower_makes_no_peer_late_for_ever(clock: Clock) -> None:
+    ours, theirs = await connected(clock)
+    late = []
+    for _ in range(2 * _PONGS):
+        clock.now += PING_S
+        asked = await sent(ours)
+        clock.now += 0.15
+        late.append(ours.is_behind)
+        theirs.take_marks(asked)
+        ours.take_marks(await sent(theirs, new=False))
+    assert late[0]
+    assert not any(late[_PONGS:])
 
 
 async def test_a_peer_that_answers_nothing_is_never_behind(clock: Clock) -> None:
