@@ -14,6 +14,7 @@ from outrider.settings.drafter import DrafterSettings
 
 Ngram = tuple[int, ...]
 
+_INDEXED_PER_REQUEST = 4096  # tokens of a session: the other sessions wait meanwhile
 _ACCEPTANCE = 0.6  # assumed probability of a copied token, given that those before it are accepted
 
 
@@ -25,13 +26,16 @@ class _Index:
         self._last: dict[Ngram, int] = {}
         self._length = 0
 
-    def extend(self, tokens: Sequence[int], committed: int) -> None:
+    def extend(self, tokens: Sequence[int], committed: int) -> bool:
+        """Index the committed tokens, up to the limit per request; return whether all are indexed."""
         # The n-gram at the end of the text is not indexed yet: a lookup would find itself.
-        for end in range(self._length, committed - 1):
+        upto = min(committed - 1, self._length + _INDEXED_PER_REQUEST)
+        for end in range(self._length, upto):
             for size in self._sizes:
                 if size <= end + 1:
                     self._last[tuple(tokens[end + 1 - size : end + 1])] = end + 1
-        self._length = max(self._length, committed - 1)
+        self._length = max(self._length, upto)
+        return self._length >= committed - 1
 
     def find(self, tokens: Sequence[int]) -> int | None:
         """Return the position after the latest earlier occurrence of the longest n-gram that ends `tokens`."""
@@ -56,7 +60,8 @@ class NgramDrafter:
     def propose(self, request: DraftRequest) -> Guess:
         """Return the draft with a rough estimate of its acceptance: n-grams are not counted."""
         index = self._indexes.setdefault(request.session, _Index(self._sizes))
-        index.extend(request.tokens, request.committed)
+        if not index.extend(request.tokens, request.committed):
+            return request.chain()  # call again
         start = index.find(request.tokens)
         if start is None or not request.room:
             return request.chain(done=True)

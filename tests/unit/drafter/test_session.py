@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.interface import DraftRequest
-from drafter.methods.ngram import NgramDrafter
+from drafter.methods.ngram import _INDEXED_PER_REQUEST, NgramDrafter
 from drafter.session import MAX_TREE, MESSAGE_S, DraftOpening, DraftSession
 from outrider.base.aio import background
 from outrider.protocol.errors import InvalidRequest
@@ -447,6 +447,15 @@ def test_the_index_grows_with_the_session_and_goes_with_it() -> None:
     drafter.forget("s")
     assert drafter.draft([ask_for([4, 5, 6])])[0].done
     drafter.forget("never seen")
+
+
+def test_a_long_prompt_is_indexed_in_parts_between_which_other_sessions_are_served() -> None:
+    drafter, text = NgramDrafter(2, 4), [*range(40_000), 7, 8]
+    guesses = [drafter.propose(ask_for(text, max_new_tokens=2))]
+    while not (guesses[-1].tokens or guesses[-1].done):
+        guesses.append(drafter.propose(ask_for(text, max_new_tokens=2)))
+    assert guesses[-1].tokens == (9, 10)
+    assert len(guesses) == len(text) // _INDEXED_PER_REQUEST + 1
 
 
 def test_open_guesses_are_not_evidence() -> None:
