@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -15,9 +16,13 @@ from coordinator.api.service import CoordinatorService
 from coordinator.attachment.session import METRICS_NAME
 from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
+from outrider.engine.vllm.attached.client import AttachmentClient
+from outrider.engine.vllm.attached.options import AttachOptions
+from outrider.engine.vllm.attached.request import AttachedRequest
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import (
     MAX_GAMMA,
     MAX_NODES,
@@ -228,3 +233,25 @@ async def test_an_engine_that_refuses_guesses_costs_no_other_session_its_drafter
         assert not sum(service.sessions.worker_pool.shunned.violations.values())
         await call.done_writing()
         await receiving
+
+
+async def test_a_request_that_found_no_place_is_attached_when_there_is_one(
+    alone: tuple[str, CoordinatorService],
+) -> None:
+    """The client inside vLLM, on the loop of its own thread; the engine's requests last for minutes."""
+    address, service = alone
+    others = [""] * service._settings.max_sessions
+    service.sessions.attached.extend(others)
+    client = AttachmentClient(AttachOptions(address), MODEL, 6, threading.Event())
+    request = AttachedRequest("a", list(PROMPT), len(PROMPT), SamplingParams(0.0, seed=1), MODEL.vocab_size)
+    try:
+        client.open(request, PROMPT, "")
+        assert await soon(lambda: bool(client._told), SOON_S), "refused"
+        del service.sessions.attached[:]
+        assert await soon(lambda: len(service.sessions.attached) == 1, SOON_S)
+        client.send([(request, 0, None)])
+        assert await soon(lambda: not service.sessions.attached, SOON_S)
+        assert await soon(lambda: not client._tasks, SOON_S)
+    finally:
+        del service.sessions.attached[:]
+        client._loop.call_soon_threadsafe(client._loop.stop)

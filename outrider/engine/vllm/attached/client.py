@@ -17,7 +17,7 @@ from outrider.base.rpc_status import error_from_rpc
 from outrider.engine.vllm.attached.options import AttachOptions
 from outrider.engine.vllm.attached.request import AttachedRequest, as_plain
 from outrider.protocol import convert
-from outrider.protocol.errors import OutriderError, PeerLost, Unavailable
+from outrider.protocol.errors import OutriderError, Overloaded, PeerLost, Unavailable
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import Verdict, joined
 from outrider.runtime.worker_service import machine_id
@@ -113,8 +113,9 @@ class AttachmentClient:
                         self._loop.call_later(_GRACE_S, stream.call.cancel)
 
     async def _keep_attached(self, stream: _RequestStream) -> None:
+        not_before, retry_s = 0.0, _RETRY_S  # of this request, while the coordinator has no place for it
         while not stream.closed:
-            pause = self._not_before - self._loop.time()
+            pause = max(self._not_before, not_before) - self._loop.time()
             if pause > 0:
                 await asyncio.sleep(min(pause, _RETRY_S))
                 continue
@@ -131,8 +132,11 @@ class AttachmentClient:
                 stream.request.receive(0, self._arrived)
             if not isinstance(lost, PeerLost | Unavailable):
                 self._warn("requests go on without guesses", lost)
-                return
-            if not stream.closed:
+                if not isinstance(lost, Overloaded):
+                    return
+                not_before = self._loop.time() + max(retry_s, (lost.retry_after_ms or 0) / 1000)
+                retry_s = min(_MAX_RETRY_S, 2 * retry_s)
+            elif not stream.closed:
                 await self._rest(turn, lost)
 
     def _warn(self, event: str, error: OutriderError) -> None:
