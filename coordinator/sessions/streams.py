@@ -178,6 +178,7 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
             kind = reply.WhichOneof("message")
             if kind == "verdict":
                 self._deadline.reset()
+                self.connection.is_stuck = False
                 yield self._reader.verdict(reply.verdict, time.monotonic())
             elif kind == "refused":
                 yield self._reader.refusal(reply)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import structlog
 
@@ -72,8 +73,10 @@ def _check(connection: WorkerConnection, spare: Callable[[WorkerConnection], boo
     if lost and connection.streams:
         log.info("worker silent", worker=connection.info.worker_id, seconds=silent_s, sessions=connection.sessions)
         connection.record_failure()
+    load = replace(connection.info.load, waiting=0) if connection.is_stuck else connection.info.load
     for stream in list(connection.streams):
         if lost:
             stream.cancel(PeerLost(f"no message from {address} for {silent_s:g} s"))
-        elif overdue_s := stream.overdue_s(TICK_S, connection.info.load, timeout_s):
+        elif overdue_s := stream.overdue_s(TICK_S, load, timeout_s):
+            connection.is_stuck = True
             stream.cancel(PeerLost(f"verdict of {address} overdue for {overdue_s:g} s"))

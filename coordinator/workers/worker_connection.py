@@ -63,6 +63,7 @@ class WorkerConnection:
         self.prefixes = SentPrefixes()  # of prompts, for verifiers
         self.plain_steps: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # of a verifier
         self.silent_s = 0.0  # since the last message or answer to a probe, in ticks of `liveness`
+        self.is_stuck = False  # a verdict is overdue and none has come since: waiting there leads nowhere
         self.round_trip_ms = 0.0
         self.registrations = 0  # streams over which it reports to this coordinator
         self.reported_at = time.monotonic()  # last report over such a stream

@@ -19,10 +19,11 @@ from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.worker_connection import Stream, WorkerConnection
 from outrider.multiplex.calls import rpc_error
 from outrider.observability.tracing import Span
+from outrider.protocol import convert
 from outrider.protocol.errors import PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import VerifySteering
+from outrider.protocol.speculation import TokenKind, Verdict, VerifySteering
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import verifier_pb2 as verify
 
@@ -133,3 +134,18 @@ async def test_a_worker_that_refuses_our_key_rests() -> None:
         connection._handle_failed_probe(rpc_error(code, "no"))
         assert connection.usable() is usable
     await connection.close()
+
+
+async def test_a_verdict_tells_that_its_verifier_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = SessionRecord("s", SessionRequest((1, 2), SamplingParams(seed=1, max_tokens=9)))
+    connection: Any = SimpleNamespace(silent_s=0.0, is_stuck=True, info=SimpleNamespace(address="v:1"))
+    stream = VerifierStream(connection, record, ModelInfo("m", "f", vocab_size=9), Span(), VerifySteering())
+    verdict = convert.verdict_to_proto(Verdict(2, (5,), 0, TokenKind.PLAIN))
+    received = iter([verify.VerifyReply(verdict=verdict), None])
+
+    async def receive() -> verify.VerifyReply | None:
+        return next(received)
+
+    monkeypatch.setattr(stream, "receive", receive)
+    assert [reply async for reply in stream.replies()]
+    assert not connection.is_stuck

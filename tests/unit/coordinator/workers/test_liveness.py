@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -82,6 +83,7 @@ class Worker:
     def __init__(self, role: Role) -> None:
         self.info = WorkerInfo("w", role, "host:1", ModelInfo("m", "f"))
         self.silent_s = 0.0
+        self.is_stuck = False
         self.streams = {Stream()}
         self.failures = 0
 
@@ -131,6 +133,34 @@ def test_one_stream_that_is_owed_a_verdict_ends_alone() -> None:
     assert isinstance(owed.why, PeerLost)
     assert [stream.why for stream in worker.streams if stream is not owed] == [None]
     assert not worker.failures
+
+
+class Due(Stream):
+    """A stream with the deadline of a verifier's."""
+
+    def __init__(self, deadline: VerdictDeadline) -> None:
+        super().__init__()
+        self.deadline = deadline
+
+    def overdue_s(self, tick_s: float, load: WorkerLoad, timeout_s: float) -> float:
+        return self.deadline.overdue_s(tick_s, load, timeout_s)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["hangs for good", "sends a verdict"])
+def test_prompts_do_not_wait_for_room_at_a_verifier_that_owes_a_verdict(again: bool) -> None:
+    """It answers probes, and reports that sessions wait: its engine hangs, and one that decodes is lost after 10 s."""
+    worker = Worker(Role.VERIFIER)
+    worker.info = replace(worker.info, load=WorkerLoad(waiting=1))
+    decodes, waits = Due(begun()), Due(VerdictDeadline(10))
+    worker.streams = {decodes, waits}
+    ticks = 0
+    while waits.why is None:
+        liveness._check(cast(WorkerConnection, worker), lambda _: True, TIMEOUT_S)
+        worker.silent_s, ticks = 0.0, ticks + 1
+        worker.streams -= {decodes} if decodes.why else set()
+        worker.is_stuck = worker.is_stuck and not again
+    assert decodes.why is not None
+    assert (600 < ticks * TICK_S < 700) if again else (30 < ticks * TICK_S < 50)
 
 
 async def test_time_in_which_we_do_not_run_ourselves_counts_as_one_tick(monkeypatch: pytest.MonkeyPatch) -> None:
