@@ -82,7 +82,8 @@ class VerificationLoop:
         if (session := next(found, None)) is None:
             return None
         session.direct = take
-        take(Verdict(0, tuple(session.committed), 0, TokenKind.NONE))
+        known = session.hidden_states.newest()
+        take(Verdict(0, tuple(session.committed), 0, TokenKind.NONE, hidden_states=known))
 
         def take_guess(guess: Guess) -> None:
             if session.closed:

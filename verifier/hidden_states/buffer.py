@@ -39,6 +39,13 @@ class HiddenStateBuffer:
             if found := self.blocks.find(spec, self._first, cached):
                 self._parts[spec.number] = cached, [torch.cat(found)[-(cached - self._first) :]]
 
+    def newest(self) -> HiddenStates | None:
+        """Return the newest final states, of those sent or to be sent, for a drafter that begins now."""
+        if self.blocks is None or FINAL_STATES not in self.specs:
+            return None
+        end, rows = self.blocks.newest(FINAL_STATES, PROMPT_WINDOW)
+        return _message(FINAL_STATES, end, torch.cat(rows)[-PROMPT_WINDOW:], _MAX_VERDICT_BYTES) if rows else None
+
     def steer(self, final: bool | None = None, others: StateSpecs | None = None) -> None:
         """Send the final states or no longer, and these others; None: as before."""
         finals = [FINAL_STATES] * final if final is not None else [spec for spec in self.specs if not spec.number]

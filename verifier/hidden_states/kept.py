@@ -68,6 +68,12 @@ class StateBlocks:
         """Return the kept blocks of positions from `first` up to `end`, a block's end, after the last gap."""
         return self._run(spec, range(end // BLOCK_TOKENS, first // BLOCK_TOKENS, -1))[::-1]
 
+    def newest(self, spec: StateSpec, count: int) -> tuple[int, list[torch.Tensor]]:
+        """Return the position after the newest rows, and at least `count` of these, as far as they are kept."""
+        first, parts = self._open.get(spec.number, (0, []))
+        found = [] if first % BLOCK_TOKENS else self.find(spec, max(0, first - count), first)
+        return first + sum(map(len, parts)), [*found, *parts]
+
     def keep(self, spec: StateSpec, start: int, rows: torch.Tensor, new: Sequence[int] = ()) -> None:
         """Keep rows from position `start` on; `new` tokens follow the session's own."""
         first, parts = self._open.get(spec.number, (start, []))

@@ -157,6 +157,28 @@ async def test_a_drafter_in_the_process_takes_verdicts_and_gives_guesses() -> No
     loop.stop()
 
 
+async def test_a_drafter_that_is_linked_late_gets_the_states_before() -> None:
+    loop = VerificationLoop(EngineTarget(MockEngine()), LIMITS, VerifierMetrics("late"))
+    session = opened(loop, "one")
+    session.steer(VerifySteering(hidden_states=True))
+    running, taken = asyncio.create_task(loop.run()), list[Verdict]()
+    first = await asyncio.wait_for(session.outbox.get(), 5)
+    assert isinstance(first, Verdict)
+    assert first.hidden_states is not None, "for a drafter that was still to come"
+
+    def take(verdict: Verdict) -> bool:
+        taken.append(verdict)
+        return True
+
+    assert loop.link("one", 1, 3, take) is not None
+    running.cancel()
+    loop.stop()
+    known = taken[0].hidden_states
+    assert known is not None
+    assert known.position == 0
+    assert known.count >= first.hidden_states.count
+
+
 async def test_tokens_after_a_stop_leave_no_log_probabilities() -> None:
     """A coordinator takes more of them than tokens for a violation, and shuns the verifier."""
     loop = VerificationLoop(EngineTarget(MockEngine()), LIMITS, VerifierMetrics("mock"))

@@ -115,3 +115,20 @@ def test_a_kept_block_is_not_a_view_of_all_rows() -> None:
     StateBlocks(kept, "s", text(100)).keep(LAYERS, 0, rows(0, 100).contiguous())
     assert len(kept._rows) == 3
     assert {block.untyped_storage().nbytes() for block in kept._rows.values()} == {32 * WIDTH * 2}
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 70, 400])
+def test_a_drafter_that_begins_later_gets_the_newest_states(length: int) -> None:
+    buffer = HiddenStateBuffer(True, "s", tokens := text(length))
+    buffer.follow(KeptStates())
+    assert buffer.newest() is None, "nothing is computed yet"
+    buffer.take(length + 2, {0: rows(0, length + 2)}, (1, 2, 3))
+    tokens += (1, 2, 3)
+    newest = buffer.newest()
+    assert newest is not None
+    end = length + 2
+    assert (newest.position + newest.count, newest.count) == (end, min(end, PROMPT_WINDOW))
+    found = torch.frombuffer(bytearray(newest.rows), dtype=torch.float16).view(-1, WIDTH)[:, 0].tolist()
+    assert found == list(range(newest.position, end))
+    buffer.steer(final=False)
+    assert buffer.newest() is None
