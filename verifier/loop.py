@@ -82,8 +82,7 @@ class VerificationLoop:
         if (session := next(found, None)) is None:
             return None
         session.direct = take
-        known = session.hidden_states.newest()
-        take(Verdict(0, tuple(session.committed), 0, TokenKind.NONE, hidden_states=known))
+        take(Verdict(0, tuple(session.committed), 0, TokenKind.NONE, hidden_states=session.hidden_states.newest()))
 
         def take_guess(guess: Guess) -> None:
             if session.closed:

@@ -20,7 +20,6 @@ MAX_BATCH_BYTES = 64 * 1024
 _FRAME_BYTES = 48  # of a frame besides its content, at most
 PING_S = 0.05  # between two pings, at least
 _PATIENCE_S = 0.02  # with a pong
-_PONGS = 64  # of which the fastest counts: the route may change
 
 
 class FrameQueue:
@@ -33,7 +32,7 @@ class FrameQueue:
         self._room = 0  # bytes, in the last batch
         self._added = asyncio.Event()
         self._closed = self._asked = False  # asked for a pong
-        self._pinged_at, self._answers_s = -math.inf, deque([math.inf], _PONGS)  # from a ping to its pong
+        self._pinged_at, self._answers_s = -math.inf, deque([math.inf], 64)  # from a ping to its pong, of late
         self.answered = asyncio.Event()  # the last ping
         self.answered.set()
 

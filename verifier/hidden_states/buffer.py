@@ -41,9 +41,7 @@ class HiddenStateBuffer:
 
     def newest(self) -> HiddenStates | None:
         """Return the newest final states, of those sent or to be sent, for a drafter that begins now."""
-        if self.blocks is None or FINAL_STATES not in self.specs:
-            return None
-        end, rows = self.blocks.newest(FINAL_STATES, PROMPT_WINDOW)
+        end, rows = self.blocks.newest(FINAL_STATES, PROMPT_WINDOW) if self.blocks else (0, [])
         return _message(FINAL_STATES, end, torch.cat(rows)[-PROMPT_WINDOW:], _MAX_VERDICT_BYTES) if rows else None
 
     def steer(self, final: bool | None = None, others: StateSpecs | None = None) -> None:

@@ -33,9 +33,7 @@ class SessionStates:
         """Return whether the verifier sends what a drafter reads."""
         if drafter.state_spec is None:
             return True
-        if self._delivery is None or self._verifier is None:
-            return False
-        return self._delivery.feeds(self._verifier, drafter.state_spec)
+        return bool(self._delivery and self._verifier and self._delivery.feeds(self._verifier, drafter.state_spec))
 
     def request(self, wanted: Iterable[StateSpec]) -> VerifySteering | None:
         """Return what to ask a stream for; None: it sends these already."""

@@ -40,7 +40,7 @@ class _RequestStream:
         self.request = request
         self.tokens = tokens
         self.salt = salt
-        self.number, self.closed = 0, False
+        self.number, self.closed, self.not_before = 0, False, 0.0
         self.outbox: asyncio.Queue[verify.VerifyReply | None] | None = None  # None: no stream is open
         self.unsent: list[Verdict] = []  # without guesses
         self.call: Any = None  # the last one
@@ -113,9 +113,8 @@ class AttachmentClient:
                         self._loop.call_later(_GRACE_S, stream.call.cancel)
 
     async def _keep_attached(self, stream: _RequestStream) -> None:
-        not_before, retry_s = 0.0, _RETRY_S  # of this request, while the coordinator has no place for it
         while not stream.closed:
-            pause = max(self._not_before, not_before) - self._loop.time()
+            pause = max(self._not_before, stream.not_before) - self._loop.time()
             if pause > 0:
                 await asyncio.sleep(min(pause, _RETRY_S))
                 continue
@@ -134,8 +133,7 @@ class AttachmentClient:
                 self._warn("requests go on without guesses", lost)
                 if not isinstance(lost, Overloaded):
                     return
-                not_before = self._loop.time() + max(retry_s, (lost.retry_after_ms or 0) / 1000)
-                retry_s = min(_MAX_RETRY_S, 2 * retry_s)
+                stream.not_before = self._loop.time() + max(_RETRY_S, (lost.retry_after_ms or 0) / 1000)
             elif not stream.closed:
                 await self._rest(turn, lost)
 
