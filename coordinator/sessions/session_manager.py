@@ -249,10 +249,11 @@ class SessionManager:
 
     async def cancel(self, session_id: str) -> bool:
         """Cancel the session; return False if it had ended already."""
-        if (session := self._live(session_id)) is not None and not session.ended:
-            session.cancel()
-            return True
-        return await self.ended.cancel(session_id)
+        if (session := self._live(session_id)) is None:
+            return await self.ended.cancel(session_id)
+        running = not session.record.finished  # else Redis may not have its end yet
+        session.cancel()
+        return running
 
     def _retire(self, session: Session) -> None:
         session_id = session.record.session_id

@@ -48,6 +48,10 @@ class SlowClaims:
         self.pending -= 1
         return record
 
+    async def cancel(self, session_id: str, tenant: str) -> bool:
+        """Cancel a session whose end was not written yet: its coordinator would be fenced off."""
+        return True
+
 
 class Requests:
     """The requests of a coordinator whose sessions do not run."""
@@ -112,6 +116,19 @@ async def test_two_of_one_idempotency_key_start_its_session_once(requests: Reque
     one, other = await asyncio.gather(requests.find("s"), requests.find("s"))
     assert one is other
     assert requests.manager.live == [one]
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["its end is being written", "its end is being read"])
+async def test_a_session_that_has_just_ended_is_not_cancelled_in_redis(requests: Requests, *, told: bool) -> None:
+    requests.store("s")
+    (session,) = await requests.resume("s")
+    session.record.append([5] * 8, [TokenKind.PLAIN] * 8, ())
+    session.record.finish_reason = FinishReason.LENGTH
+    if told:
+        session._end()
+    with requests.manager.followed(session):
+        assert not await requests.manager.cancel("s")
+        assert session.record.finish_reason is FinishReason.LENGTH
 
 
 async def test_resumed_sessions_count_for_their_key(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
