@@ -192,7 +192,17 @@ class HttpLoadClient:
 
 
 def stream_pieces(data: Iterator[str]) -> Iterator[ReplyPiece]:
-    """Yield the pieces of a streamed completion or chat completion, given the data of its events."""
+    """Yield the pieces of a streamed completion or chat completion, given the data of its events.
+
+    Whatever cannot be read is an error of the request, which the run counts.
+    """
+    try:
+        yield from _pieces(data)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise OutriderError(f"stream event is not a chunk: {error!r}") from error
+
+
+def _pieces(data: Iterator[str]) -> Iterator[ReplyPiece]:
     finished = False
     output_tokens: int | None = None
     speculation = Speculation()

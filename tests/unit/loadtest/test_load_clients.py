@@ -107,6 +107,12 @@ def test_the_last_piece_tells_what_was_guessed() -> None:
         ([text_chunk("one", "stop"), USAGE, DONE, "more"], OutriderError, "unexpected event after"),
         (["{"], OutriderError, "not JSON"),
         (["[1]"], OutriderError, "not a chunk"),
+        (['{"choices": null}'], OutriderError, "not a chunk"),
+        (['{"choices": [{"delta": null}]}'], OutriderError, "not a chunk"),
+        (['{"choices": [1]}'], OutriderError, "not a chunk"),
+        (['{"choices": [], "usage": {"prompt_tokens": 3}}'], OutriderError, "not a chunk"),
+        (['{"choices": [], "usage": {"completion_tokens": "many"}}'], OutriderError, "not a chunk"),
+        (['{"choices": [], "metrics": {"speculative_decoding": {"num_spec_steps": 1}}}'], OutriderError, "not a chunk"),
         (['{"error": {"message": "full", "code": "rate_limit_exceeded"}}'], Overloaded, "full"),
         (['{"error": {"message": "gone", "code": "peer_lost"}}'], PeerLost, "gone"),
         (['{"error": {"message": "odd", "code": "new"}}'], OutriderError, "odd"),
@@ -117,6 +123,11 @@ def test_an_answer_that_is_not_whole_raises(stream: list[str], kind: type[Outrid
     with pytest.raises(kind, match=says) as caught:
         list(stream_pieces(iter(stream)))
     assert type(caught.value) is kind
+
+
+def test_an_answer_that_is_no_text_raises() -> None:
+    with pytest.raises(OutriderError, match="not a chunk: UnicodeDecodeError"):
+        list(stream_pieces(events([b"data: \xff\n", b"\n"])))
 
 
 @pytest.mark.parametrize(
