@@ -26,7 +26,7 @@ from rich.table import Table
 from loadtest.credentials import ClientCredentials
 from loadtest.options import COMMON, OWN, signature
 from loadtest.report.summary import Percentiles, Summary
-from loadtest.settings import Load, LoadTarget
+from loadtest.settings import Load, LoadTarget, check_writable
 from loadtest.shapes import max_duration_s, parts
 from outrider.base.processes import end_on_signals, ending_with_parent
 from outrider.protocol.errors import InvalidRequest, StartupError
@@ -51,11 +51,11 @@ def main(**flags: Any) -> None:
         made = parts(load.shape, load.users, load.seconds, load.times, where.capacity, where.max_users)
         longest = max_duration_s(made, load.spawn_rate, where.timeout_s)
         check_installed()
+        folder = given["report"] or RESULTS / datetime.now().strftime("%Y%m%d-%H%M%S")
+        figures, page = given["json"] or folder / "summary.json", given["html"] or folder / "report.html"
+        check_writable(folder / "locust.log", figures, page)
     except (InvalidRequest, StartupError) as error:
         raise typer.BadParameter(error.message) from error
-    folder = given["report"] or RESULTS / datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True, exist_ok=True)
-    figures = given["json"] or folder / "summary.json"
     endpoints = ", ".join((*where.grpc, *where.http))
     console.print(f"{load.shape}: {load.users} users, {load.seconds} s, {endpoints}; reports in {folder}")
     summary = run(_locust_options(given), folder, figures, given["api_key"], REFERENCE_S + longest + SPARE_S)
@@ -63,7 +63,7 @@ def main(**flags: Any) -> None:
         console.print(f"[red]locust did not finish[/red]; the end of {folder / 'locust.log'}:")
         console.print(_tail(folder / "locust.log"), markup=False, highlight=False)
         raise typer.Exit(1)
-    draw(summary, given["html"] or folder / "report.html")
+    draw(summary, page)
     console.print(table(summary))
     if summary.verdict:
         console.print(f"[red]failed[/red]: {summary.verdict}; see {folder / 'locust.log'}")
@@ -94,7 +94,6 @@ def _locust_options(given: Mapping[str, Any]) -> list[str]:
 
 def run(options: list[str], folder: Path, figures: Path, api_key: str, limit_s: float) -> Summary | None:
     """Run locust in a subprocess, since it patches the standard library; return None if it wrote no summary."""
-    figures.parent.mkdir(parents=True, exist_ok=True)
     figures.unlink(missing_ok=True)
     line = [sys.executable, "-m", "locust", "--locustfile", str(LOCUSTFILE), "--headless", "--only-summary"]
     line += ["--html", str(folder / "locust.html"), "--csv", str(folder / "locust"), "--summary", str(figures)]
@@ -124,7 +123,6 @@ def draw(summary: Summary, file: Path) -> None:
     # Imported here: it takes a second, which an invalid command need not wait for.
     from loadtest.report.page import write
 
-    file.parent.mkdir(parents=True, exist_ok=True)
     write(summary, file)
     console.print(f"report: {file}")
 

@@ -26,7 +26,7 @@ from loadtest.load_clients import GRPC, HTTP
 from loadtest.options import add_arguments
 from loadtest.report.record import Recorder
 from loadtest.report.summary import LoadRun, Summary, summarise
-from loadtest.settings import Load, LoadTarget
+from loadtest.settings import Load, LoadTarget, check_writable
 from loadtest.shapes import ShapeSchedule, parts
 from loadtest.workload import Case, cases, pick
 from outrider.protocol.errors import OutriderError
@@ -175,6 +175,9 @@ def set_up(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
     try:
         where = LoadTarget.of(options)
         Load.of(options)
+        summary = Path(options.summary) if options.summary else None
+        if summary is not None:
+            check_writable(summary)
         credentials = ClientCredentials.load(
             api_key=options.api_key, tls_ca=options.tls_ca, tls_cert=options.client_cert, tls_key=options.client_key
         )
@@ -182,7 +185,7 @@ def set_up(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
         log.error("cannot start: %s: %s", error.code, error.message)
         sys.exit(1)
     options.api_key = ""  # locust sends its options to workers without encryption
-    state = environment.outrider = RunState(where, credentials, Path(options.summary) if options.summary else None)
+    state = environment.outrider = RunState(where, credentials, summary)
     listen = environment.events
     listen.test_start.add_listener(lambda **_: state.recorder.clear())
     if isinstance(runner, WorkerRunner):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from loadtest.shapes import SHAPES
 from loadtest.workload import cases
 from outrider.base.endpoint import allowed
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, StartupError
 
 DEFAULT_HTTP_ENDPOINT = "127.0.0.1:8000"
 DEFAULT_USERS = 16
@@ -105,6 +106,19 @@ class Load:
 
     def packed(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def check_writable(*files: Path) -> None:
+    """Make the folders of results; raise StartupError if a file could not be written after the load."""
+    for file in files:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            there = file.exists()
+            file.open("ab").close()
+            if not there:
+                file.unlink()
+        except OSError as error:
+            raise StartupError(f"cannot write {file}: {error.strerror}") from error
 
 
 def _gamma(given: str) -> int | None:

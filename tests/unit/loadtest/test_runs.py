@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +21,7 @@ import msgpack
 import pytest
 import typer
 
-from loadtest.__main__ import main
+from loadtest.__main__ import LOCUSTFILE, main
 from loadtest.attempt import TEXT_DIFFERS
 from loadtest.prompts import KINDS, PROMPTS
 from loadtest.report.summary import Summary
@@ -281,6 +282,34 @@ def test_keys_and_certificates_that_cannot_be_read_are_told_at_once(tmp_path: Pa
         with pytest.raises(typer.BadParameter, match=next(iter(given))):
             main(report=tmp_path, **given)
     assert not list(tmp_path.iterdir())
+
+
+def test_results_that_cannot_be_written_are_told_before_the_load(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for given in (
+        {"report": tmp_path / "file"},
+        {"report": tmp_path / "file" / "folder"},
+        {"report": tmp_path / "new", "html": tmp_path},
+        {"report": tmp_path / "new", "json": tmp_path},
+        {"report": Path("/proc/results")},
+    ):
+        with pytest.raises(typer.BadParameter, match="cannot write "):
+            main(**given)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "file"]
+
+
+def test_locust_by_hand_makes_the_folder_of_its_summary_or_does_not_start(tmp_path: Path) -> None:
+    """It wrote the summary after the run, into a folder that had to be there."""
+    line = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--endpoint", "127.0.0.1:1"]
+    done = [
+        subprocess.run([*line, "--summary", str(path)], capture_output=True, text=True, check=False, timeout=60)
+        for path in (tmp_path, tmp_path / "new" / "summary.json")
+    ]
+    assert [each.returncode for each in done] == [1, 1]
+    assert f"cannot write {tmp_path}: Is a directory" in done[0].stderr
+    assert "cannot write" not in done[1].stderr
+    assert (tmp_path / "new").is_dir()
+    assert not (tmp_path / "new" / "summary.json").exists()
 
 
 async def run(endpoint: str, report: Path, **more: Any) -> int:
