@@ -356,6 +356,41 @@ def test_a_drafter_is_given_its_own_key_only() -> None:
     assert verifier["OUTRIDER_FLEET_KEY"] is None
 
 
+def secrets_of(service: Service) -> set[str]:
+    """Folders of `SECRETS_DIR` that it can read, as it sees them."""
+    targets = (volume.removesuffix(":ro").rpartition(":")[2] for volume in service["volumes"])
+    return {target for target in targets if target.startswith("/run/secrets")}
+
+
+def test_a_service_can_read_its_own_keys_and_no_others() -> None:
+    """A variable says which key a service uses; a mounted folder, which ones it can steal."""
+    guide = (ROOT / "docs" / "docker.md").read_text()
+    keys = dict(re.findall(r"(OUTRIDER_\w+)=@(/run/secrets/\S+)", guide))
+    assert keys.keys() == {"OUTRIDER_API_KEYS", "OUTRIDER_FLEET_KEY", "OUTRIDER_DRAFTER_KEY"}
+    for name, service in BASE_SERVICES.items():
+        folders = secrets_of(service) if "volumes" in service else set()
+        readable = {key for key, path in keys.items() if any(path.startswith(f"{folder}/") for folder in folders)}
+        assert readable == service.get("environment", {}).keys() & keys.keys(), name
+    files = {value for key, value in TLS_SERVICES["drafter"]["environment"].items() if str(value).startswith("/")}
+    assert len(files) == 3
+    for name in TLS_SERVICES:
+        for file in files:
+            assert any(file.startswith(f"{folder}/") for folder in secrets_of(BASE_SERVICES[name])), (name, file)
+
+
+def test_a_drafter_cannot_write_a_verifiers_files() -> None:
+    """Else it could exchange the target's weights, and with them the text."""
+    written = {
+        name: {volume for volume in service["volumes"] if not volume.endswith(":ro")}
+        for name, service in BASE_SERVICES.items()
+        if name.startswith(("drafter", "verifier"))
+    }
+    for name, volumes in written.items():
+        assert len(volumes) == 1
+        assert volumes == written[name.partition("-")[0]]
+    assert not written["drafter"] & written["verifier"]
+
+
 def test_no_default_lies_in_another() -> None:
     """Compose 1.29 takes the inner one for text."""
     for path in sorted(ROOT.glob("docker-compose*.yml")):
