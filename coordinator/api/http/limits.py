@@ -54,7 +54,9 @@ class RequestIds:
             await respond(OutriderError(f"internal error: {type(error).__name__}"))(scope, receive, send_on)
         finally:
             ms = round(1000 * (time.monotonic() - started))
-            log.info("http", method=scope["method"], path=scope["path"], status=status or _GONE, ms=ms)
+            scrape = scope["path"] == "/metrics" and status == 200  # every few seconds
+            tell = log.debug if scrape else log.info
+            tell("http", method=scope["method"], path=scope["path"], status=status or _GONE, ms=ms)
 
 
 class KeyAuth:

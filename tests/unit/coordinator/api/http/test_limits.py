@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from starlette.types import Message, Receive, Scope, Send
+from structlog.testing import capture_logs
 
 from coordinator.admission.byte_budget import UNCOUNTED, ByteBudget
-from coordinator.api.http.limits import BodyReader
+from coordinator.api.http.limits import BodyReader, RequestIds
 
 _CHUNK = bytes(UNCOUNTED)
 
@@ -49,3 +51,22 @@ async def test_a_body_waits_for_the_others() -> None:
         budget.take(other, UNCOUNTED + budget.limit)
         assert await _status(budget, 3) == 503
     assert await _status(budget, 3) == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "level"),
+    [("/metrics", 200, "debug"), ("/metrics", 401, "info"), ("/v1/models", 200, "info")],
+)
+async def test_a_scrape_is_no_event_of_the_log(path: str, status: int, level: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        pass
+
+    with capture_logs() as lines:
+        await RequestIds(app)({"type": "http", "method": "GET", "path": path, "headers": []}, receive, send)
+    assert [(line["event"], line["status"], line["log_level"]) for line in lines] == [("http", status, level)]
