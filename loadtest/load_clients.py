@@ -192,10 +192,7 @@ class HttpLoadClient:
 
 
 def stream_pieces(data: Iterator[str]) -> Iterator[ReplyPiece]:
-    """Yield the pieces of a streamed completion or chat completion, given the data of its events.
-
-    Whatever cannot be read is an error of the request, which the run counts.
-    """
+    """Yield the pieces of a streamed completion or chat completion, given the data of its events."""
     try:
         yield from _pieces(data)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
