@@ -74,7 +74,7 @@ class AttachedSession:
         try:
             async with self._drafting.attached_to(self):
                 await self._read(requests)
-            self._record.finish_reason = FinishReason.STOP
+            self._record.finish_reason = self._record.finish_reason or FinishReason.STOP
         except OutriderError as error:
             failure = error
             raise

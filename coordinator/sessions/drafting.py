@@ -33,7 +33,7 @@ from coordinator.workers.choosers import Accepts, DrafterChooser
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import background
-from outrider.protocol.errors import OutriderError, PeerLost, ProtocolViolation
+from outrider.protocol.errors import OutriderError, Overloaded, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo, WorkerInfo
 from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.protocol.speculation import SourceTally, Verdict, VerifySteering
@@ -183,9 +183,10 @@ class Drafting:
                 with self._chooser.in_use(connection):
                     await self._run_one_drafter(verifier, connection)
             except OutriderError as error:
-                log.info("drafter lost", error=error.message)
                 self._chooser.record_loss(connection, error)
-                self._stats.record_drafter_loss(error)
+                if not isinstance(error, Overloaded):  # a full one was never attached
+                    log.info("drafter lost", error=error.message)
+                    self._stats.record_drafter_loss(error)
             finally:
                 self._want_hidden_states()
                 self._steer()

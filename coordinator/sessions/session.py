@@ -133,11 +133,13 @@ class Session:
                     async with held as seat:
                         await self._run_on_one_verifier()
                         seats.measure(seat, self.record, self.stats.values)
+                except NoVerifier:
+                    raise  # none was lost
                 except (PeerLost, Unavailable, Expired) as error:
                     fruitless = 0 if len(self.record.tokens) > before else fruitless + 1
                     log.info("verifier lost", error=error.message)
                     self.stats.record_verifier_loss(error)
-                    if fruitless > MAX_FRUITLESS or isinstance(error, NoVerifier):
+                    if fruitless > MAX_FRUITLESS:
                         raise
             if request.params.mode.needs_draft_probs:  # another coordinator would draw another end
                 await self._context.write_behind.write_first(self._entry, "session ended without redis")
@@ -187,7 +189,9 @@ class Session:
         record.finish_reason = FinishReason.STOP if self.output.rest.stop else verdict.finish_reason
         counted = verdict
         if taken < len(verdict.tokens):  # up to a stop string
-            counted = replace(verdict, tokens=verdict.tokens[:taken], accepted=min(taken, verdict.accepted))
+            kept = min(taken, verdict.accepted)
+            sources = tuple(replace(each, accepted=min(kept, each.accepted)) for each in verdict.sources)
+            counted = replace(verdict, tokens=verdict.tokens[:taken], accepted=kept, sources=sources)
         self.stats.record_verdict(counted, self.drafting.control.plan)
         self._context.quotas.spend(self._tenant, taken)
         self._context.write_behind.mark_changed(self._entry)

@@ -40,6 +40,7 @@ class RequestStats:
         self.span: Span = NO_SPAN
         self._started = time.monotonic()
         self._first_token: float | None = None
+        self._resumes = False  # after tokens of an earlier stream
         self._last_token = self._started
         self._sums: Counter[str] = Counter()
         self._proposed: Counter[int] = Counter()  # steps that checked guesses, by the length of their longest path
@@ -69,7 +70,9 @@ class RequestStats:
                 "gen_ai.usage.input_tokens": len(request.prompt),
             },
         )
-        self._metrics.prompt_tokens.inc(len(request.prompt))
+        self._resumes = bool(record.tokens)
+        if record.epoch == 1:  # a resumed request was counted where it started
+            self._metrics.prompt_tokens.inc(len(request.prompt))
 
     def record_drafter(self, source: int, kind: str) -> None:
         self._drafters[source] = self._kinds.setdefault(kind, _KindTally(self._metrics.drafter(kind)))
@@ -106,7 +109,8 @@ class RequestStats:
         if self._first_token is None:
             self._first_token = now
             self._sums["tokens_at_first"] = num_tokens
-            self._metrics.first_token.observe(now - self._started)
+            if not self._resumes:
+                self._metrics.first_token.observe(now - self._started)
             self.span.event("first token")
         else:
             self._metrics.between.observe(now - self._last_token)
@@ -128,7 +132,8 @@ class RequestStats:
         accepted = _total(self._accepted)
         ended = record.finish_reason.name.lower() if record.finished else ABANDONED
         reason = ended if error is None else error.code
-        if record.finished and error is None:
+        finished = record.finished and error is None
+        if finished:
             after_first = self._sums["tokens"] - self._sums["tokens_at_first"]
             self._metrics.record_finished(
                 seconds=seconds,
@@ -139,9 +144,8 @@ class RequestStats:
             )
         else:
             self._metrics.record_unfinished(error.code if error is not None else "")
-        self._metrics.record_bytes(
-            bytes_per_accepted=self._sums["wire_bytes"] / accepted if accepted else None, hidden_bytes=self.hidden_bytes
-        )
+        per_accepted = self._sums["wire_bytes"] / accepted if finished and accepted else None
+        self._metrics.record_bytes(bytes_per_accepted=per_accepted, hidden_bytes=self.hidden_bytes)
         self._finish_trace(record, error, reason)
         log.info(
             "request ended",

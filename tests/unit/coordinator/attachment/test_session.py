@@ -18,7 +18,7 @@ from outrider.protocol import convert
 from outrider.protocol.errors import Expired, InvalidRequest, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import TokenKind, Verdict, VerifyTimings
+from outrider.protocol.speculation import FinishReason, TokenKind, Verdict, VerifyTimings
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import verifier_pb2 as verify
@@ -28,7 +28,7 @@ DRAFTER = WorkerInfo("drafter", Role.DRAFTER, "d:1", ModelInfo("small", "small",
 STEPS = 200
 
 
-def attached(model: ModelInfo = MODEL) -> AttachedSession:
+def attached(model: ModelInfo = MODEL, metrics: CoordinatorMetrics | None = None) -> AttachedSession:
     opening = pb.OpenAttached(
         tokens=[1, 2],
         prompt_length=2,
@@ -37,7 +37,7 @@ def attached(model: ModelInfo = MODEL) -> AttachedSession:
         max_guesses=4,
     )
     context: Any = DraftingContext(worker_pool=None, pairs=None, gamma_max=0, drafters=0)  # type: ignore[arg-type]
-    return AttachedSession(opening, "", "key-1", context, CoordinatorMetrics(Mode))
+    return AttachedSession(opening, "", "key-1", context, metrics or CoordinatorMetrics(Mode))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,19 @@ async def test_an_engine_whose_drafters_rest_sends_several_steps_in_one_verdict(
     assert steering.steer.plain_steps == 8
     with pytest.raises(ProtocolViolation, match=r"verdict\.accepted"):
         await attached().follow(stream(plain_steps(9)))
+
+
+async def test_an_attached_request_that_its_limit_ends_is_counted_so() -> None:
+    metrics = CoordinatorMetrics(Mode)
+    for length in (STEPS, STEPS + 1):
+        engine = attached(metrics=metrics)
+        steps = [plain_steps(1, 2 + i) for i in range(STEPS)]
+        last = Verdict(2 + STEPS, (1,), 0, TokenKind.PLAIN, finish_reason=FinishReason.LENGTH)
+        steps.append(pb.AttachRequest(reply=verify.VerifyReply(verdict=convert.verdict_to_proto(last))))
+        await engine.follow(stream(*steps[:length]))
+    for reason in ("stop", "length"):
+        labels = {"model_name": session.METRICS_NAME, "finished_reason": reason}
+        assert metrics.registry.get_sample_value("outrider_request_success_total", labels) == 1
 
 
 async def test_a_silent_engine_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import grpc
 import pytest
 
 from coordinator.control.estimator import CREDIT, DIRECT_CREDIT, READING, PairEstimate, PairHistory
@@ -329,6 +330,23 @@ async def test_a_direct_drafter_that_does_not_open_is_tried_again(monkeypatch: p
     assert drafting._sources == drafting._stats.drafter_losses == 2
     assert verifier._sent.direct
     assert not drafting._attached
+    await session.connection.close()
+
+
+async def test_a_full_drafter_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, pool = beside_a_refusing_drafter(monkeypatch)
+    drafting = session.drafting
+
+    async def full(call: Refusing) -> bytes | None:
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, nothing, nothing, details="full")
+
+    monkeypatch.setattr(Refusing, "read", full)
+    drafting._chooser = DrafterChooser(drafting._context.worker_pool, MODEL, "", lambda drafter: True)
+    verifier = SameProcess(session.connection, session.record, MODEL, Span(), VerifySteering())
+    async with drafting.attached_to(verifier):
+        await asyncio.wait_for(pool.asked_again.wait(), 5.0)
+    assert (drafting._sources, drafting._stats.drafter_losses) == (2, 0)
     await session.connection.close()
 
 

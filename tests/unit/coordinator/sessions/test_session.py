@@ -16,13 +16,14 @@ from coordinator.sessions import session as session_module
 from coordinator.sessions import session_manager
 from coordinator.sessions.session import MAX_FRUITLESS, Session
 from coordinator.sessions.session_manager import SessionManager
+from coordinator.workers.choosers import NoVerifier
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
 from coordinator.workers.worker_connection import WorkerConnection
 from outrider.protocol.errors import OutriderError, Overloaded, PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import FinishReason, TokenKind, Verdict
+from outrider.protocol.speculation import FinishReason, SourceTally, TokenKind, Verdict
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.toy_models import byte_tokenizer
 
@@ -126,6 +127,15 @@ async def test_a_session_that_gets_no_token_gives_up(stage: Stage) -> None:
     assert len(stage.visited) == MAX_FRUITLESS + 1
 
 
+async def test_a_session_without_a_verifier_has_lost_none(stage: Stage) -> None:
+    for name in "12":
+        await stage.manager.worker_pool.workers.drop(name)
+    session = await stage.play(SessionRecord("s", REQUEST, model="f"))
+    assert isinstance(session.error, NoVerifier)
+    assert session.stats.failovers == 0
+    assert stage.manager.metrics.registry.get_sample_value("outrider_failovers_total", {"model_name": "m"}) == 0
+
+
 async def test_a_full_verifier_ends_only_what_has_not_begun(stage: Stage) -> None:
     full = Overloaded("full", retry_after_ms=1)
     session = await stage.play(SessionRecord("s", REQUEST, model="f"), full, full)
@@ -146,8 +156,15 @@ async def test_a_session_goes_on_where_its_prefix_is_cached(stage: Stage, name: 
 async def test_guesses_after_a_stop_string_are_not_counted(stage: Stage) -> None:
     params = replace(REQUEST.params, stop=("bc",))
     record = SessionRecord("s", replace(REQUEST, params=params), model="f")
-    session = await stage.play(record, Verdict(2, spelt("abcde"), 4, TokenKind.BONUS, proposed=4, nodes=4))
+    tallies = (SourceTally(1, 4, 4), SourceTally(2, 1, 1))
+    act = Verdict(2, spelt("abcde"), 4, TokenKind.BONUS, proposed=4, nodes=4, sources=tallies)
+    session = Session(record, TARGET, stage.manager._context)
+    for source, kind in ((1, "model"), (2, "ngram")):
+        session.stats.record_drafter(source, kind)
+    stage.acts = iter((act,))
+    await session.run()
     assert tuple(record.tokens) == spelt("abc")
     assert record.finish_reason is FinishReason.STOP
     stats = session.stats.values()
     assert (stats.accepted_tokens, stats.acceptance_length) == (3, 3.0)
+    assert [each.accepted for each in stats.drafters] == [3, 1]

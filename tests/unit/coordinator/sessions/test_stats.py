@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,17 +12,17 @@ import pytest
 from coordinator.api.http.replies import metrics, usage
 from coordinator.control.estimator import BestDrafter, Estimator, PairHistory
 from coordinator.control.gamma import Controller, FixedChoices
-from coordinator.control.throughput_model import Mode
+from coordinator.control.throughput_model import PLAIN, Mode
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.sessions.session import Session
 from coordinator.sessions.stats import RequestStats
 from outrider.observability.metrics import CoordinatorMetrics
-from outrider.observability.tracing import Span
+from outrider.observability.tracing import OFF, Span
 from outrider.protocol import convert
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import Expired
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import SourceTally, TokenKind, Verdict, VerifyTimings
+from outrider.protocol.speculation import FinishReason, SourceTally, TokenKind, Verdict, VerifyTimings
 from outrider.v1 import common_pb2 as common
 
 GAMMA_MAX = 16
@@ -110,3 +111,31 @@ def test_the_trace_of_a_failed_request_tells_its_error() -> None:
     record = SessionRecord("s", SessionRequest((1, 2), SamplingParams(seed=1)))
     stats.finish(record, Expired("too late"))
     assert spy.attributes["gen_ai.response.finish_reasons"] == ["expired"]
+
+
+def test_a_resumed_request_is_counted_once() -> None:
+    """Its prompt and its first token belong to the stream that had them."""
+    metrics = CoordinatorMetrics(Mode)
+    record = SessionRecord("s", SessionRequest((1, 2), SamplingParams(seed=1)))
+    for _ in range(2):
+        stats = RequestStats(metrics.of("target"))
+        stats.start(record, OFF, "target")
+        stats.record_verdict(_verdict(4, 4), PLAIN)
+        stats.finish(record, None)
+        record = replace(record, epoch=2, tokens=[7])
+    counted = metrics.registry.get_sample_value
+    labels = {"model_name": "target"}
+    assert counted("outrider_prompt_tokens_total", labels) == 2
+    assert counted("outrider_time_to_first_token_seconds_count", labels) == 1
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_bytes_per_accepted_token_are_those_of_finished_requests(reason: FinishReason) -> None:
+    metrics = CoordinatorMetrics(Mode)
+    stats = RequestStats(metrics.of("target"))
+    stats.record_drafter(1, "ngram")
+    stats.record_guess(common.Guess(tokens=[7] * 4, source=1))
+    stats.record_verdict(_verdict(4, 4), PLAIN)
+    stats.finish(SessionRecord("s", SessionRequest((1, 2), SamplingParams(seed=1)), finish_reason=reason), None)
+    counted = metrics.registry.get_sample_value("outrider_bytes_per_accepted_token_count", {"model_name": "target"})
+    assert counted == (reason is not FinishReason.NONE)
