@@ -14,7 +14,7 @@ from typing import Self, Unpack
 import grpc
 
 from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, collect, make_request
-from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, outrider_errors
+from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, endpoints_of, outrider_errors
 from outrider.client.sync import DEFAULT_ENDPOINT, SHORT_S
 from outrider.protocol import convert
 from outrider.protocol.errors import PeerLost, Unavailable
@@ -34,13 +34,13 @@ class AsyncClient:
 
     def __init__(
         self,
-        endpoints: Sequence[str] = (DEFAULT_ENDPOINT,),
+        endpoints: str | Sequence[str] = DEFAULT_ENDPOINT,
         *,
         timeout_s: float | None = None,
         api_key: str = "",
         tls: Tls | None = None,
     ) -> None:
-        self._endpoints = tuple(endpoints)
+        self._endpoints = endpoints_of(endpoints)
         self._timeout_s = timeout_s
         self._access = Channels(tls, api_key)
         self._channels: list[grpc.aio.Channel] = []  # opened by the first call, in its event loop

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
 
 from outrider.base.rpc_status import error_from_rpc
 from outrider.client.events import Reply, Started, Tokens, reply_from_proto
-from outrider.protocol.errors import Expired
+from outrider.protocol.errors import Expired, InvalidRequest
 from outrider.v1 import coordinator_pb2 as pb
 
 RESUME_FOR_S = 30.0
@@ -70,6 +70,14 @@ class StreamProgress:
         if self._position > self._since or self._give_up is None:
             self._give_up = now + RESUME_FOR_S
         return now <= self._give_up and (self._started or self._first_tries > 0)
+
+
+def endpoints_of(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the endpoints of a client; a single one may be given as it is."""
+    endpoints = (given,) if isinstance(given, str) else tuple(given)
+    if not all(endpoints) or not endpoints:
+        raise InvalidRequest.of("endpoints", endpoints, "one address HOST:PORT or several")
+    return endpoints
 
 
 class EndpointRotation:

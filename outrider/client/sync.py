@@ -13,7 +13,7 @@ from contextvars import copy_context
 from typing import Self, Unpack
 
 from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, collect, make_request
-from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, outrider_errors
+from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, endpoints_of, outrider_errors
 from outrider.protocol import convert
 from outrider.protocol.errors import PeerLost, Unavailable
 from outrider.protocol.fleet import ModelInfo
@@ -35,7 +35,7 @@ class Client:
 
     def __init__(
         self,
-        endpoints: Sequence[str] = (DEFAULT_ENDPOINT,),
+        endpoints: str | Sequence[str] = DEFAULT_ENDPOINT,
         *,
         timeout_s: float | None = None,
         api_key: str = "",
@@ -43,7 +43,7 @@ class Client:
     ) -> None:
         self._timeout_s = timeout_s
         access = Channels(tls, api_key)
-        self._channels = [access.channel(endpoint) for endpoint in endpoints]
+        self._channels = [access.channel(endpoint) for endpoint in endpoints_of(endpoints)]
         self._stubs = [rpc.OutriderStub(channel) for channel in self._channels]  # gRPC crashes if made after close()
         self._endpoint_rotation = EndpointRotation(len(self._channels))
 

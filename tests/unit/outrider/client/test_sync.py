@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from grpc import _channel
 
+from outrider.client.aio import AsyncClient
 from outrider.client.sync import Client
-from outrider.protocol.errors import OutriderError
+from outrider.protocol.errors import InvalidRequest, OutriderError
 
 _CLOSES_S = 20.0
 
@@ -41,3 +42,12 @@ def test_a_closed_client_raises_and_ends_no_process() -> None:
     client.close()
     with pytest.raises((ValueError, OutriderError)):
         client.server()
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_one_endpoint_is_a_text_and_none_is_told(kind: Any) -> None:
+    one, two = kind("127.0.0.1:1"), kind(["127.0.0.1:1", "127.0.0.1:2"])
+    assert [made._endpoint_rotation._count for made in (one, two)] == [1, 2]
+    for none in ([], "", ["127.0.0.1:1", ""]):
+        with pytest.raises(InvalidRequest, match="endpoints is .*, must be one address HOST:PORT or several"):
+            kind(none)
