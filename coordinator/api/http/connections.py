@@ -50,10 +50,10 @@ class Connections:
         self._idle_known.pop(connection, None)
 
     def _close_idle(self) -> bool:
-        waiting = self._idle_unknown or self._idle_known
-        if not waiting:
+        waiting = (each for group in (self._idle_unknown, self._idle_known) for each in group if not each.sending)
+        connection = next(waiting, None)
+        if connection is None:
             return False
-        connection = next(iter(waiting))
         self.leave(connection)
         if connection.opening is None:
             connection.transport.abort()
@@ -123,6 +123,11 @@ class Connection(H11Protocol):
             log.info("client does not read", seconds=self._write_timeout_s)
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self.transport.abort()
+
+    @property
+    def sending(self) -> bool:
+        """Return whether the client still has to read some of a complete response."""
+        return self.opening is None and self.transport.get_write_buffer_size() > 0
 
     @property
     def _working(self) -> bool:

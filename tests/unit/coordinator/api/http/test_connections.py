@@ -39,8 +39,10 @@ async def client(timeout_s: float) -> AsyncIterator[socket.socket]:
     config, state = Config(app, lifespan="off", log_config=None), ServerState()
     config.load()
 
+    connections = Connections(1)
+
     def connection() -> Connection:
-        return Connection(Connections(4), 10 * timeout_s, timeout_s, config=config, server_state=state, app_state={})
+        return Connection(connections, 10 * timeout_s, timeout_s, config=config, server_state=state, app_state={})
 
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)
@@ -108,3 +110,19 @@ async def test_who_reads_slowly_gets_all_of_it(client: socket.socket, timeout_s:
 
 async def read_once(client: socket.socket, most: int) -> int:
     return len(await asyncio.get_running_loop().sock_recv(client, most))
+
+
+@pytest.mark.parametrize("timeout_s", [60.0])
+async def test_a_new_connection_ends_no_answer_that_is_still_being_read(client: socket.socket) -> None:
+    """It gets the place of one that has nothing left to read."""
+    loop, address = asyncio.get_running_loop(), client.getpeername()
+    await loop.sock_sendall(client, REQUEST % 50_000)
+    received = await read_once(client, 1)
+    reader, writer = await asyncio.open_connection(*address)
+    assert (await asyncio.wait_for(reader.read(), 5.0)).startswith(b"HTTP/1.1 503 ")
+    assert received + await read(client, 50_000) >= 50_000
+    writer.close()
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(REQUEST % 10)
+    assert (await asyncio.wait_for(reader.read(100), 5.0)).startswith(b"HTTP/1.1 200 ")
+    writer.close()
