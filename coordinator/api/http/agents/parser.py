@@ -14,8 +14,8 @@ from coordinator.api.http.agents.formats import call_starts
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_BARE = re.compile(r"\s*([\w.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)")
-_BARE_BEGINS = re.compile(r"\s*[\w.-]{0,64}\s*(?:\[[ARGS]{0,4}\]?)?\s*")
+_BARE = re.compile(r"\s*+([\w.-]{1,64}+)\s*+(?:\[ARGS\])?\s*+(?=\{)")
+_BARE_BEGINS = re.compile(r"\s*+[\w.-]{0,64}+\s*+(?:\[[ARGS]{0,4}+\]?)?\s*+")
 _BLANK = " \t\r\n"
 _BETWEEN = _BLANK + ",;"
 
@@ -82,6 +82,8 @@ class AnswerParser:
         """Return the last parts, after all text."""
         self._ended = True
         parts = self.feed("")
+        if self.calls and self._state in (_State.CALLS, _State.CALL) and not self._call.refused:
+            return parts  # the beginning of a further call
         if self._state is _State.CALL and not self._call.named:
             self._say(self._opened + self._call.text)
         if self._state is not _State.CALLS or self._opened:
@@ -164,7 +166,7 @@ class AnswerParser:
             self._call = _CallScanner(bool(dialect.bare), self._names)
             self._state = _State.CALL
             return self._take(text, "", 0)
-        if dialect.bare and self._opened and not self._ended and _BARE_BEGINS.fullmatch(text):
+        if dialect.bare and self._opened and (self.calls or not self._ended) and _BARE_BEGINS.fullmatch(text):
             return False
         self._emit(PartKind.CONTENT, self._opened)
         self._opened, self._state = "", _State.CONTENT
@@ -227,6 +229,11 @@ class _CallScanner:
         self._complete = False  # all arguments were passed on
         self.text = self.named = self.arguments = ""
         self.done = False
+
+    @property
+    def refused(self) -> bool:
+        """Return whether this calls a function of another name."""
+        return self._passed >= 0 and not self.named
 
     def feed(self, text: str) -> str:
         """Scan more text. Return what follows the call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -231,6 +232,28 @@ def test_what_a_dialect_writes_is_parsed(dialect: Dialect) -> None:
     answer = parsed(AnswerParser(Manner(dialect, True), NAMES), [dialect.write("f", arguments)])
     assert [(name, json.loads(text)) for name, text in answer.calls] == [("f", arguments)]
     assert not answer.content
+
+
+@pytest.mark.parametrize("dialect", [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, JSON], ids=lambda each: each.name)
+@pytest.mark.parametrize("said", ["", "So. "])
+def test_a_further_call_that_is_cut_is_no_content(dialect: Dialect, said: str) -> None:
+    said *= dialect.anywhere
+    first, second = (dialect.write(name, {"a": 1}) for name in ("f", "get_time"))
+    if not dialect.opens_each:  # in one list
+        first, second = first.removesuffix(dialect.after + dialect.closer), second.removeprefix(dialect.opener + "[")
+    whole = said + first + dialect.between + second
+    for length in range(len(said + first), len(whole)):
+        for pieces in ([whole[:length]], list(whole[:length])):
+            answer = parsed(AnswerParser(Manner(dialect, True), NAMES), pieces)
+            assert answer.content == said, whole[:length]
+            assert answer.calls[0] == ("f", '{"a": 1}')
+
+
+def test_blanks_within_the_beginning_of_a_call_take_no_time() -> None:
+    text = "[TOOL_CALLS]f" + " " * 2_000
+    began = time.process_time()
+    assert parsed(AnswerParser(Manner(MISTRAL_ARGS, True), NAMES), list(text)).content == text
+    assert time.process_time() - began < 5
 
 
 THOUGHTS = {
