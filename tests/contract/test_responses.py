@@ -90,6 +90,17 @@ async def test_a_call_that_was_cut_can_be_sent_back(api: AsyncOpenAI) -> None:
         await api.responses.create(**{**ASK, "input": [items[0], broken, output]})
 
 
+async def test_a_complete_call_at_the_limit_keeps_its_arguments(api: AsyncOpenAI) -> None:
+    asked = {**ONE, "extra_body": {"seed": 3}}
+    whole = await api.responses.create(**asked)
+    assert whole.usage is not None
+    limit = whole.usage.output_tokens - 1  # the last one ends the call
+    limited = await api.responses.create(**{**asked, "max_output_tokens": limit})
+    assert (whole.status, limited.status) == ("completed", "incomplete")
+    assert calls_of(limited) == calls_of(whole)
+    assert [item.status for item in limited.output] == ["completed"]
+
+
 async def test_a_text_in_events(house: House) -> None:
     body = ASK | {"seed": 3, "ignore_eos": True}
     events = await events_of(house, body)

@@ -67,8 +67,8 @@ class AnswerParser:
 
     @property
     def cut(self) -> bool:
-        """Return whether the last call has no end."""
-        return self._state is _State.CALL and bool(self._call.named)
+        """Return whether the arguments of the last call have no end."""
+        return self._state is _State.CALL and bool(self._call.named) and not self._call.complete
 
     def feed(self, text: str) -> list[Part]:
         """Return the new parts of the answer after more of its text."""
@@ -226,7 +226,7 @@ class _CallScanner:
         self._in_string = False
         self._at = 0  # scanned characters
         self._passed = -1  # where the arguments go on that were not passed on; negative: they have not begun
-        self._complete = False  # all arguments were passed on
+        self.complete = False  # all arguments were passed on
         self.text = self.named = self.arguments = ""
         self.done = False
 
@@ -251,7 +251,7 @@ class _CallScanner:
             self._scan(found[0])
         else:
             self._at = self._at if self.done else len(self.text)
-        if self.named and not self._complete:
+        if self.named and not self.complete:
             self._pass_on(self._at)
         rest, self.text = self.text[self._at :] if self.done else "", self.text[: self._at] if self.done else self.text
         if self.done and not self.named and not self._bare:
@@ -263,10 +263,10 @@ class _CallScanner:
             self._in_string = not self._in_string
         elif not self._in_string:
             self._depth += (char in "{[") - (char in "}]")
-            if char in "}]" and self._depth == self._floor and 0 <= self._passed < self._at and not self._complete:
+            if char in "}]" and self._depth == self._floor and 0 <= self._passed < self._at and not self.complete:
                 if self.named:
                     self._pass_on(self._at)
-                self._complete = True
+                self.complete = True
             self.done = self._depth <= 0 and char in "}]"
 
     def _pass_on(self, end: int) -> None:

@@ -96,7 +96,7 @@ class ResponseReplies:
                     for event in output.add(part):
                         yield event
         status = "incomplete" if reason_of(session) == "length" else "completed"
-        for event in output.end("incomplete" if self._reader.parser.cut else status):
+        for event in output.end(status, cut=self._reader.parser.cut):
             yield event
         response = self._response(session, status, output.items)
         used: Any = usage([session], 1)
@@ -152,11 +152,11 @@ class _Output:
             self.items[-1]["content"][0]["text"] += part.text
             yield self._text_event("delta", delta=part.text)
 
-    def end(self, status: str) -> Iterator[Json]:
-        """End the open item. An answer without any has an empty message."""
+    def end(self, status: str, *, cut: bool) -> Iterator[Json]:
+        """End the open item, a call as complete unless it was cut. An answer without any has an empty message."""
         if not self.items:
             yield from self._begin(Part(PartKind.CONTENT, ""))
-        yield from self._close(status)
+        yield from self._close("incomplete" if cut else "completed" if self._kind is PartKind.CALL else status)
 
     def _begin(self, begun: Part) -> Iterator[Json]:
         yield from self._close("completed")
