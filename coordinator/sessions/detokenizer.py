@@ -69,6 +69,11 @@ class TextStream:
         self._stops = stops
         self._pending = ""
 
+    @property
+    def held(self) -> int:
+        """Return the number of characters that are held back."""
+        return len(self._pending)
+
     def add(self, token: int) -> TextPiece:
         text = self._detokeniser.add(token)
         if self._pending and not text and not self._decode((token,)):  # a special token, which may be a mark

@@ -20,6 +20,7 @@ class Token(NamedTuple):
     kind: TokenKind
     text: str
     logprobs: TokenLogprobs | None
+    held: int = 0  # characters of tokens before it that a stop string could begin with, so that they come with it
 
 
 class SessionOutput:
@@ -39,8 +40,8 @@ class SessionOutput:
         """Add tokens up to the first stop string without notifying clients; return their number."""
         before = len(self.tokens)
         for token, kind, entry in zip(tokens, kinds, logprobs or repeat(None), strict=False):
-            piece = self._text.add(token)
-            self.tokens.append(Token(token, kind, piece.text, entry))
+            held, piece = self._text.held, self._text.add(token)
+            self.tokens.append(Token(token, kind, piece.text, entry, held))
             if piece.stop:
                 self.rest = TextPiece("", piece.stop)
                 break

@@ -128,11 +128,12 @@ class CompletionReplies(Replies[CompletionBody]):
         if self._body.logprobs is None or not tokens:
             return None
         known = [token.logprobs for token in tokens]
+        starts = accumulate((len(token.text) for token in tokens[:-1]), initial=offset)
         return {
             "tokens": [self._readable(token.token) for token in tokens],
             "token_logprobs": [None if one is None else finite(one.logprob) for one in known],
             "top_logprobs": [None if it.logprobs is None else self._best(it.token, it.logprobs) for it in tokens],
-            "text_offset": [*accumulate((len(token.text) for token in tokens[:-1]), initial=offset)],
+            "text_offset": [start + token.held for start, token in zip(starts, tokens, strict=True)],
         }
 
     def _best(self, token: int, known: TokenLogprobs) -> dict[str, float]:

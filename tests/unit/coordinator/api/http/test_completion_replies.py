@@ -39,8 +39,8 @@ def target() -> Target:
     return Target(info, tokenizer, Vocabulary.of(tokenizer), nothing)
 
 
-def session(target: Target, prompt: tuple[int, ...], tokens: Sequence[int]) -> Session:
-    output = SessionOutput(TextStream(target.decode, prompt, ()))
+def session(target: Target, prompt: tuple[int, ...], tokens: Sequence[int], stops: Sequence[str] = ()) -> Session:
+    output = SessionOutput(TextStream(target.decode, prompt, stops))
     output.append(tokens, [TokenKind.PLAIN] * len(tokens))
     output.end(finished=True)
     record = SimpleNamespace(session_id="s", request=request(prompt), tokens=tokens, finish_reason=FinishReason.LENGTH)
@@ -55,7 +55,8 @@ def request(prompt: tuple[int, ...]) -> SessionRequest:
 async def replied(target: Target, body: CompletionBody, prompts: Any = None) -> list[tuple[str, list[int]]]:
     """Return the text and the offsets of each choice, which are the same whole and in chunks."""
     answered = [target.encode(each) if isinstance(each, str) else tuple(each) for each in body.prompts]
-    sessions = [session(target, prompt, target.encode(ANSWER)) for prompt in answered for _ in range(body.choices)]
+    answer = target.encode(ANSWER)
+    sessions = [session(target, prompt, answer, body.stops) for prompt in answered for _ in range(body.choices)]
 
     @contextlib.asynccontextmanager
     async def answering() -> AsyncIterator[Sequence[Session]]:
@@ -132,6 +133,12 @@ async def test_offsets_fit_a_prompt_with_control_tokens(target: Target, monkeypa
     for (text, offsets), prompt in zip(await replied(target, body, prompts), encoded, strict=True):
         tokens = target.tokenizer.batch_decode([[token] for token in (*prompt, *target.encode(ANSWER))])
         assert [text[start : start + len(token)] for start, token in zip(offsets, tokens, strict=True)] == tokens
+
+
+@pytest.mark.parametrize("stop", ["Yes?", "s.!", "es. No", "."])
+async def test_offsets_are_those_of_the_tokens_though_stop_strings_hold_text_back(target: Target, stop: str) -> None:
+    body = CompletionBody.model_validate({"prompt": ["One", "Two"], "stop": [stop], "logprobs": 0})
+    assert await replied(target, body) == [(ANSWER.removesuffix(stop), [0, 1, 2, 3, 4])] * 2
 
 
 async def test_special_tokens_that_the_text_does_not_have_take_no_room(
