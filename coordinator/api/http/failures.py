@@ -7,6 +7,7 @@ import re
 from reprlib import Repr
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -15,6 +16,7 @@ from coordinator.api.http.responses import Error
 from outrider.protocol.errors import InvalidRequest, OutriderError, shorten
 
 _BRANCH = re.compile(r"(str|int)$|constrained-|[A-Z]|.*\[")  # names that pydantic gives to a union's branches
+_CLASS = re.compile(" or instance of .*")
 _GRAMMAR = re.compile(r"params\.grammar(\.\w+)?")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
@@ -61,18 +63,23 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 def of_validation(error: ValidationError) -> InvalidRequest:
     """Return the first validation error; for a union, that of the branch that matched furthest."""
-    first = max(error.errors(include_url=False), key=lambda one: (one["type"].startswith("too_"), len(one["loc"])))
+    first = max(error.errors(include_url=False), key=_reach)
     unknown = first["type"] == "extra_forbidden"  # its last part is the client's
     parts = [str(part) for part in first["loc"]]
     kept = [part for part in parts[: len(parts) - unknown] if not _BRANCH.match(part)] + parts[-1:] * unknown
     field = shorten(".".join(kept))
     if unknown:
         return InvalidRequest(f"there is no field {field}", field=field, limit="a field that is known")
-    message = first["msg"].removeprefix("Value error, ")
+    message = _CLASS.sub("", first["msg"].removeprefix("Value error, "))
     if not field:
         return InvalidRequest(message, field="body")
     value = "absent" if first["type"] == "missing" else _short.repr(first["input"])
     return InvalidRequest(f"{field} is {value}: {message}", field=field, value=value, limit=message)
+
+
+def _reach(fault: ErrorDetails) -> tuple[bool, int, list[int]]:
+    """Return how far a branch matched: its kinds of values, then its depth, then its entries before the fault."""
+    return "too_" in fault["type"], len(fault["loc"]), [part for part in fault["loc"] if isinstance(part, int)]
 
 
 def _in_http_terms(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from typing import Any
 
@@ -12,7 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message
 
-from coordinator.api.http.bodies import Body, read_body
+from coordinator.api.http.agents.bodies import ChatBody
+from coordinator.api.http.bodies import Body, CompletionBody, read_body
 from coordinator.api.preprocess import LARGE_BYTES
 from outrider.protocol.errors import InvalidRequest
 
@@ -89,3 +91,23 @@ async def test_a_field_of_newer_clients_may_be_null(size: int) -> None:
     assert (await read_body(request(written(size, newer=None)), Seen)).text == "x" * size
     with pytest.raises(InvalidRequest, match="newer"):
         await read_body(request(written(size, newer=0)), Seen)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (["a", 1], "prompt.1 is 1: Input should be a valid string"),
+        ([1, "a"], "prompt.1 is 'a': Input should be a valid integer"),
+        (["a", ""], "prompt.1 is '': String should have at least 1 character"),
+        ([[1], "a"], "prompt.1 is 'a': Input should be a valid list"),
+        ([[1], []], "prompt.1 is []: List should have at least 1 item"),
+    ],
+)
+async def test_a_fault_is_that_of_the_kind_of_list_that_was_meant(prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        await read_body(request(json.dumps({"prompt": prompt}).encode()), CompletionBody)
+
+
+async def test_a_fault_names_no_class_of_ours() -> None:
+    with pytest.raises(InvalidRequest, match="^messages.0 is 5: Input should be a valid dictionary$"):
+        await read_body(request(b'{"messages": [5]}'), ChatBody)
