@@ -15,6 +15,7 @@ BLANK = r"/[ \n]{0,4}/"  # between thoughts and what follows
 _ESCAPED, _FOREIGN = re.compile(r"\\.|/", re.DOTALL), re.compile(r'"\$ref": "[^#]')
 _VALUES, _NAMED = ("const", "default", "enum", "examples"), ("$defs", "definitions", "patternProperties", "properties")
 # Where calls have no opener, an object with a field of arguments could be one.
+_ANSWER = "answer"
 _NO_CALL = {"properties": {"arguments": False, "parameters": False}}
 
 
@@ -26,16 +27,16 @@ def rule_of(answer: Grammar, dialect: Dialect) -> str:
         begins = "|".join([r"\s", *map(re.escape, (THINK, *starts))])
         return f"answer: ANSWER\nANSWER: /{pattern}/ & ~/({begins})(.|\\n)*/"
     schema = json.loads(answer.json_schema) if answer.json_schema else {"type": "object"}
-    if not dialect.anywhere:
-        own = [{"allOf": schema["allOf"]}] if "allOf" in schema else []
-        schema = schema | {"allOf": [*own, _NO_CALL]}
+    if not dialect.anywhere:  # the condition is for the answer, not for parts of it that refer to the whole
+        guide = {name: part for name, part in schema.items() if name == "x-guidance"}
+        whole = {"allOf": [{"$ref": f"#/$defs/{_ANSWER}"}, _NO_CALL]}
+        schema = guide | {"$defs": {_ANSWER: _at(schema, f"#/$defs/{_ANSWER}")}} | whole
     return f"answer: %json {json.dumps(guided(schema))}"
 
 
 def call_schema(name: str, schema: Any, dialect: Dialect) -> dict[str, Any]:
     """Return the schema of a whole call. Its texts and answers in JSON may begin in the same way."""
-    own = {field: part for field, part in schema.items() if field != "$id" or _FOREIGN.search(json.dumps(schema))}
-    fields = {"name": {"const": name}, dialect.arguments: _moved(own, f"#/properties/{dialect.arguments}")}
+    fields = {"name": {"const": name}, dialect.arguments: _at(schema, f"#/properties/{dialect.arguments}")}
     whole = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
     return {"x-guidance": guided(schema)["x-guidance"], **whole}
 
@@ -44,6 +45,13 @@ def guided(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema with the usual white space, unless it has its own."""
     own: Any = schema.get("x-guidance", {})
     return {**schema, "x-guidance": {**WHITESPACE, **own} if isinstance(own, dict) else own}
+
+
+def _at(schema: Any, place: str) -> dict[str, Any]:
+    """Return a schema for a place within another, without an id that its references do not need."""
+    own = {field: part for field, part in schema.items() if field != "$id" or _FOREIGN.search(json.dumps(schema))}
+    moved: dict[str, Any] = _moved(own, place)
+    return moved
 
 
 def _moved(schema: Any, place: str, *, named: bool = False) -> Any:

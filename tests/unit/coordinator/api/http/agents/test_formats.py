@@ -222,3 +222,21 @@ def test_a_schema_s_own_options_leave_the_usual_white_space(name: str, answer: G
             assert allows(False, dialect, answer, text, tools=tools) is (count <= blanks), (options, count)
     with pytest.raises(InvalidRequest):
         guide(False, dialect, answer, tools={"f": {"x-guidance": 5, "type": "object"}})
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_parts_of_a_recursive_format_may_have_fields_as_a_call_has(name: str) -> None:
+    """Only the whole answer must not look like a call."""
+    fields = {"arguments": {"type": "integer"}, "parameters": {"type": "integer"}, "next": {"$ref": "#"}}
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$id": "https://example.com/node",
+        "type": "object",
+        "properties": fields,
+        "additionalProperties": False,
+    }
+    answer, dialect = Grammar(json_schema=json.dumps(schema)), DIALECTS[name]
+    for field in ("arguments", "parameters"):
+        assert allows(False, dialect, answer, f'{{"next": {{"next": {{"{field}": 1}}}}}}')
+        assert allows(False, dialect, answer, f'{{"{field}": 1}}') is dialect.anywhere
+    assert not allows(False, dialect, answer, '{"next": {"days": 1}}')
