@@ -246,7 +246,7 @@ def test_options_by_keyboard(page: Page) -> None:
 
 def test_a_missing_key_is_told_and_can_be_given(page: Page) -> None:
     refusal = {
-        "error": {"message": "No key came with this.", "type": "authentication_error", "param": None, "code": None}
+        "error": {"message": "No key came with this", "type": "authentication_error", "param": None, "code": None}
     }
 
     def guard(route: Route) -> None:
@@ -287,6 +287,28 @@ def test_an_answer_that_fails_on_the_way_says_so(page: Page, stream: str, told: 
     expect(page.get_by_role("alert")).to_have_text(told)
     complete(page)
     expect(page.locator("#prompt")).to_have_value("Try")
+
+
+def test_a_server_that_is_not_there_is_told_in_words(browser: Browser, cluster: Cluster) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(cluster.coordinators[0].web)
+    for path in (CHAT, "**/fleet"):
+        page.route(path, lambda route: route.abort("connectionrefused"))
+    ask(page, "Are you there?")
+    expect(page.get_by_role("alert")).to_have_text("The server does not answer.")
+    expect(page.locator("#state-text")).to_have_text("The server does not answer.")
+    expect(page.locator("#prompt")).to_have_value("Are you there?")
+    context.close()
+
+
+def test_an_answer_that_waits_says_so(page: Page) -> None:
+    """A browser has six connections to a server, and each of its windows may have a stream without end."""
+    page.route(CHAT, lambda route: None)
+    ask(page, "Now")
+    expect(page.locator(".answer")).to_contain_text("Waiting for the server. Six answers at a time")
+    page.keyboard.press("Escape")
+    expect(page.locator(".answer")).not_to_contain_text("Waiting")
 
 
 def test_a_refusal_is_shown_in_the_servers_words(browser: Browser, cluster: Cluster) -> None:

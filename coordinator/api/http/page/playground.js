@@ -5,6 +5,8 @@ const POINTS = 160; // in a chart
 const FEWEST = 24; // minimum width of a chart, in points
 const RECENT = 40; // tokens of the acceptance chart
 const WINDOW_MS = 2000; // of the present speed
+const WAITING_MS = 5000; // until an answer that has not begun is told to wait
+const WAITING = "Waiting for the server. Six answers at a time are written to one browser, in all its windows.";
 const KINDS = ["accepted", "recovered", "bonus", "plain"];
 
 const stored = (kind) => {
@@ -118,25 +120,31 @@ const refusal = async (reply) => {
   } catch {
     // a reply without a message
   }
-  if (reply.status === 401) message = `${message} Enter the API key under Options.`;
+  if (reply.status === 401) message = `${message.replace(/\.$/, "")}. Enter the API key under Options.`;
   return new Refused(message, reply.status);
 };
+
+/** Fetch or read from the server; a broken connection is told in our words, not the browser's. */
+const reached = (promise, words) => promise.catch((error) => {
+  throw error.name === "AbortError" ? error : new Error(words);
+});
+const call = (path, options) => reached(fetch(path, { headers: headers(), ...options }), "The server does not answer.");
 
 const say = (text, how) => {
   find("state").className = how;
   if (find("state-text").textContent !== text) find("state-text").textContent = text;
 };
 
+const INTERRUPTED = "The stream was interrupted.";
+
 async function* events(body, signal) {
-  const reply = await fetch("v1/chat/completions", {
-    method: "POST", headers: headers(), body: JSON.stringify(body), signal,
-  });
+  const reply = await call("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
   if (!reply.ok) throw await refusal(reply);
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new Error("The stream was interrupted.");
+    const { value, done } = await reached(reader.read(), INTERRUPTED);
+    if (done) throw new Error(INTERRUPTED);
     held += value;
     const parts = held.split("\n\n");
     held = parts.pop();
@@ -256,8 +264,14 @@ const scrollDown = () => find("turns").lastElementChild.scrollIntoView({ block: 
 
 const follow = async (answer, body, signal) => {
   let metrics = null;
+  const waiting = setTimeout(() => { answer.speed.textContent = WAITING; }, WAITING_MS);
+  const begun = () => {
+    clearTimeout(waiting);
+    if (answer.speed.textContent === WAITING) answer.speed.textContent = "";
+  };
   try {
     for await (const event of events(body, signal)) {
+      begun();
       metrics = event.metrics || metrics;
       const stays = pinned();
       if (event.choices[0]) answer.add(event.choices[0]);
@@ -269,6 +283,7 @@ const follow = async (answer, body, signal) => {
       throw error;
     }
   } finally {
+    begun();
     answer.finish(metrics);
   }
 };
@@ -431,7 +446,7 @@ const several = () => find("choice").options.length > 1;
 const offer = async (verifiers) => {
   const names = [...new Set(verifiers.map((worker) => worker.model.name))].sort().join("\n");
   if (names !== known && names) {
-    const reply = await fetch("v1/models", { headers: headers() });
+    const reply = await call("v1/models");
     if (!reply.ok) throw await refusal(reply);
     const ids = (await reply.json()).data.map((model) => model.id);
     const chosen = find("choice").value;
@@ -445,7 +460,7 @@ const offer = async (verifiers) => {
 
 const look = async () => {
   try {
-    const reply = await fetch("fleet", { headers: headers() });
+    const reply = await call("fleet");
     if (reply.status === 401) {
       say("needs an API key", "down");
       return;
@@ -462,7 +477,7 @@ const look = async () => {
     find("fleet-summary").textContent = `${fleet.sessions || "No"} session${fleet.sessions === 1 ? "" : "s"} now. ${kept}`;
     if (drafters.length) charts.trip.add(Math.min(...drafters.map((worker) => worker.round_trip_ms)));
   } catch (error) {
-    say(`not reached: ${error.message}`, "down");
+    say(error.message, "down");
   }
 };
 
