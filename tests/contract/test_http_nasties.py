@@ -243,6 +243,7 @@ async def test_headers_that_cannot_be(house: House, head: bytes) -> None:
         (b"GET //health HTTP/1.1\r\nHost: localhost", 404),
         (b"GET /health/ HTTP/1.1\r\nHost: evil.example", 403),
         (b"GET /%ff%00%0d%0a HTTP/1.1\r\nHost: localhost", 404),
+        (b"GET /v1/models/ HTTP/1.1\r\nHost: localhost", 404),
         (b"GET /v1/models/%ed%a0%80 HTTP/1.1\r\nHost: localhost", 404),
         (b"GET /playground.css/../../../app.py HTTP/1.1\r\nHost: localhost", 404),
         (b"GET http://evil.example/health HTTP/1.1\r\nHost: localhost", 404),

@@ -137,7 +137,7 @@ class Api:
         return JSONResponse(ModelList(object="list", data=data))
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["model"]
+        name = request.path_params["model"] or "/"  # the empty name would be the default model's
         return JSONResponse(self._model(name, await self._sessions.targets.find(name)))
 
     def _model(self, name: str, target: Target) -> Model:

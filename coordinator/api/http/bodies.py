@@ -87,6 +87,8 @@ async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
     if media != "application/json":
         message = f"Content-Type is {shorten(media) or 'absent'}, must be application/json"
         raise HTTPException(_UNSUPPORTED_MEDIA, message)
+    if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise HTTPException(_UNSUPPORTED_MEDIA, f"Content-Encoding is {shorten(coding)}, must be absent")
     data = await request.body()
     if len(data) > LARGE_BYTES:  # checks of megabytes take seconds; other streams wait for the JSON only
         return await asyncio.to_thread(_read, data, kinds)

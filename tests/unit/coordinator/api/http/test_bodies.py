@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import threading
@@ -83,6 +84,15 @@ async def test_what_is_no_json_is_refused(size: int, end: bytes) -> None:
 async def test_another_media_type_is_refused(size: int) -> None:
     with pytest.raises(HTTPException) as refused:
         await read_body(request(written(size), "text/plain"), Seen)
+    assert refused.value.status_code == 415
+
+
+@SIZES
+async def test_a_compressed_body_is_refused_as_such(size: int) -> None:
+    asked = request(gzip.compress(written(size)))
+    asked.scope["headers"].append((b"content-encoding", b"GZIP"))
+    with pytest.raises(HTTPException, match="Content-Encoding is gzip, must be absent") as refused:
+        await read_body(asked, Seen)
     assert refused.value.status_code == 415
 
 
