@@ -15,22 +15,19 @@ BLANK = r"/[ \n]{0,4}/"  # between thoughts and what follows
 _ESCAPED, _FOREIGN = re.compile(r"\\.|/", re.DOTALL), re.compile(r'"\$ref": "[^#]')
 _VALUES, _NAMED = ("const", "default", "enum", "examples"), ("$defs", "definitions", "patternProperties", "properties")
 # Where calls have no opener, an object with a field of arguments could be one.
-_ANSWER = "answer"
-_NO_CALL = {"properties": {"arguments": False, "parameters": False}}
+_NO_CALL = [{"$ref": "#/$defs/answer"}, {"properties": {"arguments": False, "parameters": False}}]
 
 
 def rule_of(answer: Grammar, dialect: Dialect) -> str:
     """Return the lines of the rule `answer`: texts of this format that do not begin like a call."""
     if answer.regex:
         pattern = _ESCAPED.sub(lambda found: r"\/" if found[0] == "/" else found[0], answer.regex)
-        starts = call_starts(dialect, (), formatted=False) or (dialect.opener,)
-        begins = "|".join([r"\s", *map(re.escape, (THINK, *starts))])
-        return f"answer: ANSWER\nANSWER: /{pattern}/ & ~/({begins})(.|\\n)*/"
+        begins = "|".join(map(re.escape, (THINK, *call_starts(dialect, (), formatted=dialect.anywhere))))
+        return f"answer: ANSWER\nANSWER: /{pattern}/ & ~/(\\s|{begins})(.|\\n)*/"
     schema = json.loads(answer.json_schema) if answer.json_schema else {"type": "object"}
     if not dialect.anywhere:  # the condition is for the answer, not for parts of it that refer to the whole
-        guide = {name: part for name, part in schema.items() if name == "x-guidance"}
-        whole = {"allOf": [{"$ref": f"#/$defs/{_ANSWER}"}, _NO_CALL]}
-        schema = guide | {"$defs": {_ANSWER: _at(schema, f"#/$defs/{_ANSWER}")}} | whole
+        whole = {"$defs": {"answer": _at(schema, "#/$defs/answer")}, "allOf": _NO_CALL}
+        schema = {"x-guidance": schema.get("x-guidance", {}), **whole}
     return f"answer: %json {json.dumps(guided(schema))}"
 
 
@@ -47,11 +44,9 @@ def guided(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "x-guidance": {**WHITESPACE, **own} if isinstance(own, dict) else own}
 
 
-def _at(schema: Any, place: str) -> dict[str, Any]:
+def _at(schema: Any, place: str) -> Any:
     """Return a schema for a place within another, without an id that its references do not need."""
-    own = {field: part for field, part in schema.items() if field != "$id" or _FOREIGN.search(json.dumps(schema))}
-    moved: dict[str, Any] = _moved(own, place)
-    return moved
+    return _moved({key: it for key, it in schema.items() if key != "$id" or _FOREIGN.search(json.dumps(schema))}, place)
 
 
 def _moved(schema: Any, place: str, *, named: bool = False) -> Any:
@@ -70,9 +65,6 @@ def _moved(schema: Any, place: str, *, named: bool = False) -> Any:
 
 def call_starts(dialect: Dialect, names: Collection[str], *, formatted: bool) -> tuple[str, ...]:
     """Return the texts, without blanks, with which an answer of calls begins; none where calls may follow text."""
-    if formatted:
-        heads = [] if dialect.anywhere else map(dialect.head, names)
-        starts = [dialect.opener, *("".join(head.split()) for head in heads)]
-    else:
-        starts = [] if dialect.anywhere else [dialect.opener, "{"]
-    return tuple(start for start in starts if start)
+    heads = [dialect.head(name) for name in names] if formatted else ["{"]
+    starts = [] if dialect.anywhere else ["".join(head.split()) for head in heads]
+    return tuple(filter(None, [dialect.opener] * (formatted or not dialect.anywhere) + starts))

@@ -82,8 +82,8 @@ class AnswerParser:
         """Return the last parts, after all text."""
         self._ended = True
         parts = self.feed("")
-        if self.calls and self._state in (_State.CALLS, _State.CALL) and not self._call.refused:
-            return parts  # the beginning of a further call
+        if self.calls and self._state in (_State.CALLS, _State.CALL):
+            return parts  # what is left can only begin a further call
         if self._state is _State.CALL and not self._call.named:
             self._say(self._opened + self._call.text)
         if self._state is not _State.CALLS or self._opened:
@@ -229,11 +229,6 @@ class _CallScanner:
         self.complete = False  # all arguments were passed on
         self.text = self.named = self.arguments = ""
         self.done = False
-
-    @property
-    def refused(self) -> bool:
-        """Return whether this calls a function of another name."""
-        return self._passed >= 0 and not self.named
 
     def feed(self, text: str) -> str:
         """Scan more text. Return what follows the call."""

@@ -49,5 +49,5 @@ def test_one_endpoint_is_a_text_and_none_is_told(kind: Any) -> None:
     one, two = kind("127.0.0.1:1"), kind(["127.0.0.1:1", "127.0.0.1:2"])
     assert [made._endpoint_rotation._count for made in (one, two)] == [1, 2]
     for none in ([], "", ["127.0.0.1:1", ""]):
-        with pytest.raises(InvalidRequest, match="endpoints is .*, must be one address HOST:PORT or several"):
+        with pytest.raises(InvalidRequest, match=r"endpoints is .*, must be one address HOST:PORT or several"):
             kind(none)

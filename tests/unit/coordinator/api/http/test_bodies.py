@@ -119,5 +119,5 @@ async def test_a_fault_is_that_of_the_kind_of_list_that_was_meant(prompt: Any, m
 
 
 async def test_a_fault_names_no_class_of_ours() -> None:
-    with pytest.raises(InvalidRequest, match="^messages.0 is 5: Input should be a valid dictionary$"):
+    with pytest.raises(InvalidRequest, match=r"^messages\.0 is 5: Input should be a valid dictionary$"):
         await read_body(request(b'{"messages": [5]}'), ChatBody)
