@@ -67,17 +67,12 @@ class TextStream:
         self._decode = decode
         self._detokeniser = Detokeniser(decode, prompt)
         self._stops = stops
-        self._pending = ""
-
-    @property
-    def held(self) -> int:
-        """Return the number of characters that are held back."""
-        return len(self._pending)
+        self.pending = ""
 
     def add(self, token: int) -> TextPiece:
         text = self._detokeniser.add(token)
-        if self._pending and not text and not self._decode((token,)):  # a special token, which may be a mark
-            text, self._pending = self._pending, ""
+        if self.pending and not text and not self._decode((token,)):  # a special token, which may be a mark
+            text, self.pending = self.pending, ""
             return TextPiece(text)
         return self._release(text) if self._stops else TextPiece(text)
 
@@ -86,18 +81,18 @@ class TextStream:
         piece = self._release(self._detokeniser.rest())
         if piece.stop:
             return piece
-        text, self._pending = piece.text + self._pending, ""
+        text, self.pending = piece.text + self.pending, ""
         return TextPiece(text)
 
     def _release(self, new: str) -> TextPiece:
-        text = self._pending + new
+        text = self.pending + new
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             at, stop = min(found)
-            self._pending = ""
+            self.pending = ""
             return TextPiece(text[:at], stop)
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._pending = text[len(text) - keep :]
+        self.pending = text[len(text) - keep :]
         return TextPiece(text[: len(text) - keep])
 
 

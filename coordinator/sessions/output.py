@@ -40,7 +40,7 @@ class SessionOutput:
         """Add tokens up to the first stop string without notifying clients; return their number."""
         before = len(self.tokens)
         for token, kind, entry in zip(tokens, kinds, logprobs or repeat(None), strict=False):
-            held, piece = self._text.held, self._text.add(token)
+            held, piece = len(self._text.pending), self._text.add(token)
             self.tokens.append(Token(token, kind, piece.text, entry, held))
             if piece.stop:
                 self.rest = TextPiece("", piece.stop)

@@ -7,7 +7,6 @@ import re
 from reprlib import Repr
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -63,7 +62,10 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 def of_validation(error: ValidationError) -> InvalidRequest:
     """Return the first validation error; for a union, that of the branch that matched furthest."""
-    first = max(error.errors(include_url=False), key=_reach)
+    first = max(
+        error.errors(include_url=False),
+        key=lambda one: ("too_" in one["type"], len(one["loc"]), [at for at in one["loc"] if isinstance(at, int)]),
+    )
     unknown = first["type"] == "extra_forbidden"  # its last part is the client's
     parts = [str(part) for part in first["loc"]]
     kept = [part for part in parts[: len(parts) - unknown] if not _BRANCH.match(part)] + parts[-1:] * unknown
@@ -75,11 +77,6 @@ def of_validation(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(message, field="body")
     value = "absent" if first["type"] == "missing" else _short.repr(first["input"])
     return InvalidRequest(f"{field} is {value}: {message}", field=field, value=value, limit=message)
-
-
-def _reach(fault: ErrorDetails) -> tuple[bool, int, list[int]]:
-    """Return how far a branch matched: its kinds of values, then its depth, then its entries before the fault."""
-    return "too_" in fault["type"], len(fault["loc"]), [part for part in fault["loc"] if isinstance(part, int)]
 
 
 def _in_http_terms(text: str) -> str:
