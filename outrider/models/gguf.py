@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from outrider.protocol.errors import StartupError
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _IN_PLACE = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "BF16")]
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's formats without blocks
+_LAYER = re.compile(r"([^.]+\.)*?\d+(?=\.)")  # of a weight's name, up to its number
+# Saved by earlier releases of transformers, and scales of a quantised KV cache: they change no logits.
+_BUFFER = re.compile(r"(inv_freq|masked_bias|causal_mask|position_ids|\b(q|k|v|kv)_scale|attn\.bias|attention\.bias)$")
 _LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"}  # in safetensors
 _ARCHITECTURES = {"llama", "qwen2", "qwen3", "gemma2", "gemma3"}  # their weights are found without transformers
 
@@ -81,11 +85,7 @@ def convert_gguf(folder: Path, into: Path) -> None:
 
 
 def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
-    """Put a GGUF file into a folder, with its configuration and its tokenizer. Return the places of its tensors."""
-    try:
-        os.link(source, folder / GGUF)
-    except OSError:  # another file system
-        (folder / GGUF).symlink_to(source)
+    """Put the configuration and the tokenizer of a GGUF file into its folder. Return the places of its tensors."""
     AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF).save_pretrained(folder)
     config, reader = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF), gguf.GGUFReader(source)
     scaling = add_scaling(config, reader)
@@ -111,8 +111,14 @@ def check_complete(name: str, model: PreTrainedModel, found: Mapping[str, Collec
 
 
 def unread_beside(stored: Iterable[str], wanted: Collection[str]) -> list[str]:
-    """Return the stored tensors that a model does not read although it reads the weight beside them."""
-    return sorted(each for each in stored if each not in wanted and f"{each.rpartition('.')[0]}.weight" in wanted)
+    """Return the stored tensors that a model does not read although it reads others of their module or layer.
+
+    Adapters and scales among them change the logits. Layers and towers of which it reads nothing are left out.
+    """
+    layers = {layer[0] for layer in map(_LAYER.match, wanted) if layer}
+    read = layers | {name.removesuffix(".weight") for name in wanted}
+    unread = (each for each in stored if each not in wanted and not _BUFFER.search(each))
+    return sorted(each for each in unread if not read.isdisjoint(accumulate(each.split(".")[:-1], "{}.{}".format)))
 
 
 def _check_tensors(stored: set[str], architecture: str, model: PreTrainedModel) -> None:

@@ -101,7 +101,9 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
             return folder
         source = find(progress)
         progress(f"indexing {source.name} (once)")
+        places = (folder.resolve(), (home() / "downloads").resolve())
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".indexing-") as scratch:
+            _link(source, Path(scratch) / GGUF, own=source.resolve().parent in places)
             try:
                 index = _gguf().index_gguf(source, Path(scratch))
             except StartupError:
@@ -116,6 +118,14 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
         with atomic_write(folder / INDEX) as path:  # at last: it says that the folder is complete
             path.write_text(json.dumps(index))
     return folder
+
+
+def _link(source: Path, to: Path, *, own: bool) -> None:
+    """Link to a user's file, which takes no space once it is deleted; keep Outrider's own by a hard link."""
+    try:
+        (os.link if own else os.symlink)(source, to)
+    except OSError:  # another file system
+        to.symlink_to(source)
 
 
 def _is_current(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.models import INDEX
+from outrider.models import GGUF, INDEX
 from outrider.models.hub import check_digest, locate
 from outrider.protocol.errors import StartupError
 from tests.gguf_files import Shape, write_gguf
@@ -44,3 +44,33 @@ def test_a_folder_that_knows_of_no_scaling_is_indexed_again(
     assert len(said) == 1, "once"
     assert "indexing" in said[0]
     assert json.loads((folder / "config.json").read_text())["rope_parameters"] == config["rope_parameters"]
+
+
+def test_a_file_that_its_user_deletes_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file system would allow a hard link, which keeps gigabytes where nobody looks for them."""
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    path = write_gguf(tmp_path / "random.gguf", Shape(layers=1), lambda _: "Q8_0")
+    folder = Path(locate(str(path), print))
+    assert (folder / GGUF).stat().st_ino == path.stat().st_ino
+    assert path.stat().st_nlink == 1
+    path.unlink()
+    for name in (path, folder):
+        with pytest.raises(StartupError, match=r"there is no model at|cannot be read as a GGUF file"):
+            locate(str(name), print)
+
+
+def test_a_folder_with_the_file_itself_is_indexed_again_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the default target in an image, which copies nothing else."""
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    path = write_gguf(tmp_path / "random.gguf", Shape(layers=1), lambda _: "Q8_0")
+    folder = Path(locate(str(path), print))
+    (folder / GGUF).unlink()
+    path.rename(folder / GGUF)
+    (folder / INDEX).write_text(json.dumps(json.loads((folder / INDEX).read_text()) | {"version": 0}))
+    said: list[str] = []
+    assert locate(str(folder), said.append) == folder
+    assert said == [f"indexing {GGUF} (once)"]
+    assert not (folder / GGUF).is_symlink()
+    assert (folder / GGUF).stat().st_size

@@ -157,6 +157,57 @@ def test_a_model_with_weights_that_nothing_reads_is_refused(dtype: torch.dtype, 
         run(folder)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize(
+    "unread",
+    [
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
+        "model.layers.0.self_attn.q_proj.weight.absmax",
+        "model.layers.1.mlp.g_idx",
+        "model.layers.1.self_attn.q_norm.weight",
+        "model.embed_tokens.lora_embedding_A",
+        "model.norm.weight.absmax",
+    ],
+)
+def test_adapters_and_scales_of_any_name_are_refused(unread: str, dtype: str, tmp_path: Path) -> None:
+    folder = in_bfloat16(tmp_path, "toy")
+    state = load_file(folder / "model.safetensors") | {unread: torch.ones(4)}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StartupError, match=rf"with {unread}"):
+        run(folder, dtype=dtype)
+
+
+UNUSED = (
+    "model.layers.0.self_attn.rotary_emb.inv_freq",
+    "model.layers.0.self_attn.bias",
+    "model.layers.0.self_attn.masked_bias",
+    "model.layers.0.self_attn.k_scale",
+    "model.layers.0.self_attn.attn.v_scale",
+    "model.layers.0.self_attn.kv_scale",
+    "model.embeddings.position_ids",
+    "model.layers.2.self_attn.q_proj.weight",  # a layer more than the model has, as for MTP
+    "model.layers.2.eh_proj.weight",
+    "model.mtp_layers.0.self_attn.q_proj.weight",
+    "mtp.layers.0.mlp.up_proj.weight",
+    "model.visual.blocks.0.attn.qkv.weight",
+    "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
+    "multi_modal_projector.linear_1.weight",
+    "medusa_head.0.0.linear.weight",
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["in place", "by transformers"])
+def test_what_no_text_needs_is_left_out(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Buffers of earlier releases of transformers, scales of a KV cache, and layers and towers of other uses."""
+    folder = in_bfloat16(tmp_path, "toy")
+    state = {name: each.to(dtype) for name, each in load_file(folder / "model.safetensors").items()}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    wanted = run(folder, dtype="float32")[0]
+    save_file(state | {name: torch.ones(4) for name in UNUSED}, folder / "model.safetensors", {"format": "pt"})
+    assert bool(stored_weights(folder)) == (dtype == torch.bfloat16)
+    assert torch.equal(run(folder, dtype="float32")[0], wanted)
+
+
 def test_a_head_that_is_tied_by_name_only_is_read(tmp_path: Path) -> None:
     """Transformers does not tie a head that differs from the embeddings, whatever the configuration says."""
     folder = in_bfloat16(tmp_path, "toy")
