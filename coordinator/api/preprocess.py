@@ -128,7 +128,7 @@ def prompt_tokens(request: ClientRequest, target: Target, limit: int) -> tuple[i
     elif request.tokens is not None:
         kind = "tokens"
         tokens = tuple(request.tokens)
-        check_count("tokens.ids", len(tokens), limit, "bytes")
+        check_count("tokens.ids", len(tokens), limit, "ids")
         check_tokens("tokens.ids", tokens, target.info.vocab_size)
     else:
         raise InvalidRequest.of("input", "absent", "one of prompt, chat, tokens")

@@ -7,6 +7,7 @@ Names are those of the services' own flags: `--set verifier.max-sessions=32` is 
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from pydantic import SecretStr, ValidationError
 
 from outrider.base.config import PREFIX, VARIABLES, Settings, flags, require_keys_or_insecure
 from outrider.launch.targets import REPEATED
+from outrider.models.hub import DEFAULT, DEFAULT_NAME, find_path
 from outrider.protocol.errors import StartupError
 from outrider.security.credentials import Credentials
 from outrider.settings.coordinator import CoordinatorSettings
@@ -131,11 +133,16 @@ def make_services(kind: str, given: Sequence[Mapping[str, Any]], overrides: Over
 
 
 def check_services(services: Sequence[ServiceSpec]) -> None:
-    """Raise StartupError for keys, certificates and ports that cannot work."""
+    """Raise StartupError for keys, certificates, ports, targets and devices that cannot work."""
     taken: dict[int, str] = {}
     for service in services:
         require_keys_or_insecure(service.settings)
         Credentials(service.settings)
+        target = getattr(service.settings, "target", DEFAULT)
+        if target not in (DEFAULT, DEFAULT_NAME):
+            find_path(target)
+        if (device := getattr(service.settings, "device", "")).startswith("cuda"):  # loads torch: seconds
+            importlib.import_module("outrider.engine.loading.options").pick_device(device)
         ports = [(key, getattr(service.settings, key, 0)) for key in _PORTS]
         if ports[-1][1] > 0 and getattr(service.settings, "own_drafter", ""):
             ports.append((_PORTS[-1], ports[-1][1] + 1))  # of the drafter in its process

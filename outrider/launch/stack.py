@@ -23,7 +23,7 @@ from outrider.launch.services import KINDS, Overrides, ServiceSpec, check_servic
 from outrider.launch.state import StateFolder, state_folder
 from outrider.launch.targets import TargetPlan, worker_settings
 from outrider.protocol.errors import PeerLost, StartupError, Unavailable
-from outrider.protocol.fleet import WorkerInfo
+from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.runtime.embedded_redis import embedded_redis
 from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
@@ -144,7 +144,7 @@ class Stack:
     def wait_registered(self, tick: Callable[[Stack], None]) -> None:
         """Wait until every worker is registered."""
         with_own = [1 + bool(getattr(each.settings, "own_drafter", "")) for each in workers(self.plan, self.endpoints)]
-        self.wait_workers(self.endpoints[0], sum(with_own), tick)
+        refuse_equal_targets(self.wait_workers(self.endpoints[0], sum(with_own), tick))
 
     def wait_workers(self, address: str, wanted: int, tick: Callable[[Stack], None]) -> Sequence[WorkerInfo]:
         """Wait until so many of our workers, not of a stack that died, are registered; return them."""
@@ -246,6 +246,14 @@ def stack(plan: LaunchPlan, tick: Callable[[Stack], None] = lambda _: None) -> I
         running.start(tick)
         tick(running)
         yield running
+
+
+def refuse_equal_targets(workers: Sequence[WorkerInfo]) -> None:
+    """Raise StartupError for equal weights under two names: the coordinator knows one of them."""
+    names: dict[str, str] = {}
+    for model in (each.model for each in workers if each.role is Role.VERIFIER):
+        if (first := names.setdefault(model.text_id, model.name)) != model.name:
+            raise StartupError.of("target", model.name, f"of other weights than {first}", ", or an alias of it")
 
 
 def on_one_cpu(device: str, drafter_device: str, engine: str) -> bool:

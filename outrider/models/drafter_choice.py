@@ -10,6 +10,7 @@ from pathlib import Path
 
 from outrider.models.hub import DEFAULT, DEFAULT_NAME
 from outrider.models.published_drafters import PUBLISHED, drafter_folder, is_published
+from outrider.protocol.errors import StartupError
 
 _REGISTERS = re.compile(r"^@drafter\(", re.MULTILINE)
 MODEL_FREE = frozenset({"ngram", "suffix"})  # drafters that copy text: their process loads no torch
@@ -42,6 +43,9 @@ def choose_drafter(text: str, target: str) -> tuple[str, str]:
     if set(kind.split("+")) <= drafter_kinds():
         return kind, model
     folder = drafter_folder(text)
+    if "/" not in text and not (text and folder.exists()):
+        known = ", ".join(sorted(drafter_kinds()))
+        raise StartupError.of("drafter", text, f"a kind ({known}), KIND:MODEL, an existing path or owner/name")
     try:
         method = json.loads((folder / CARD).read_text())["method"]
     except (OSError, ValueError, KeyError, TypeError):

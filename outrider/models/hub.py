@@ -36,25 +36,42 @@ def locate(name: str, progress: Progress) -> Path | str:
     """Return a directory or hub id with configuration and tokenizer. GGUF files get a directory on first use."""
     if name in (DEFAULT, DEFAULT_NAME):
         return fetch_default(progress)
-    path = Path(name).expanduser()
+    if (path := find_path(name)) is None:
+        download(name, "model", allow_patterns=["config.json"])  # transformers would try for a minute
+        return name
+    source = path.resolve()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            message = f"{name} holds no config.json: not a model directory"
-            limit = "a directory with config.json and safetensors"
-            raise StartupError(message, field="target", value=name, limit=limit)
-        found = path.resolve()
-        return _indexed(found, lambda _: (found / GGUF).resolve(), progress) if (found / INDEX).is_file() else found
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise StartupError(f"{name} is no model", field="target", value=name, limit="a directory or a .gguf file")
-        source, state = path.resolve(), path.stat()
-        stamp = hashlib.sha256(f"{source} {state.st_size} {state.st_mtime_ns}".encode())
-        target = home() / "models" / f"{source.stem}-{stamp.hexdigest()[:12]}"
-        return _indexed(target, lambda _: source, progress)
-    if name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1:
+        return _indexed(source, lambda _: (source / GGUF).resolve(), progress) if (source / INDEX).is_file() else source
+    state = path.stat()
+    stamp = hashlib.sha256(f"{source} {state.st_size} {state.st_mtime_ns}".encode())
+    target = home() / "models" / f"{source.stem}-{stamp.hexdigest()[:12]}"
+    return _indexed(target, lambda _: source, progress)
+
+
+def find_path(name: str) -> Path | None:
+    """Return the path of a model; None for a hub id. Raise StartupError for what is neither."""
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        message, limit = f"{name} holds no config.json: not a model directory", "with config.json and weights"
+    elif path.is_file() and path.suffix != ".gguf":
+        message, limit = f"{name} is no model", "a directory or a .gguf file"
+    elif path.exists():
+        return path
+    elif name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1:
         message, limit = f"there is no model at {name}", "an existing path or a hub id"
-        raise StartupError(message, field="target", value=name, limit=limit)
-    return name
+    else:
+        return None
+    raise StartupError(message, field="target", value=name, limit=limit)
+
+
+def download(name: str, what: str, **options: Any) -> Path:
+    """Return the folder of a hub id with some of its files; raise StartupError where the hub does not answer."""
+    hub: Any = importlib.import_module("huggingface_hub")
+    try:
+        return Path(hub.snapshot_download(name, **options))
+    except (OSError, ValueError) as error:  # ValueError: an id that the hub cannot have
+        message = f"cannot download the {what} {name}: {str(error).strip().partition(chr(10))[0]}"
+        raise StartupError(message, field=what, value=name, limit="a hub id that can be reached") from error
 
 
 def default_path() -> Path:
@@ -103,7 +120,10 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
         progress(f"indexing {source.name} (once)")
         places = (folder.resolve(), (home() / "downloads").resolve())
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".indexing-") as scratch:
-            _link(source, Path(scratch) / GGUF, own=source.resolve().parent in places)
+            try:  # a user's file is gone once it is deleted; Outrider's own is in the folder
+                (os.link if source.resolve().parent in places else os.symlink)(source, Path(scratch) / GGUF)
+            except OSError:  # another file system
+                (Path(scratch) / GGUF).symlink_to(source)
             try:
                 index = _gguf().index_gguf(source, Path(scratch))
             except StartupError:
@@ -118,14 +138,6 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
         with atomic_write(folder / INDEX) as path:  # at last: it says that the folder is complete
             path.write_text(json.dumps(index))
     return folder
-
-
-def _link(source: Path, to: Path, *, own: bool) -> None:
-    """Link to a user's file, which takes no space once it is deleted; keep Outrider's own by a hard link."""
-    try:
-        (os.link if own else os.symlink)(source, to)
-    except OSError:  # another file system
-        to.symlink_to(source)
 
 
 def _is_current(folder: Path) -> bool:

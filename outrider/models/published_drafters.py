@@ -5,7 +5,6 @@ Imports no torch: the command line uses it too. `drafter.published` tells which 
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import struct
@@ -13,7 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from outrider.protocol.errors import StartupError
+from outrider.models.hub import download
 
 PUBLISHED = "published"  # kind
 _MAX_BYTES = 64 << 20
@@ -30,20 +29,11 @@ def drafter_folder(name: str) -> Path:
     folder = Path(name).expanduser()
     if folder.exists() or not _HUB_ID.fullmatch(name):
         return folder
-    hub: Any = importlib.import_module("huggingface_hub")
-    try:
-        for weights in ("*.safetensors", "*.bin"):
-            wanted = ["*.json", weights, _MASK]
-            folder = Path(hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
-            if any(folder.glob(weights)):
-                break
-    except (OSError, ValueError) as error:  # ValueError: an id that the hub cannot have
-        raise StartupError(
-            f"cannot download the drafter {name}: {str(error).strip().partition(chr(10))[0]}",
-            field="drafter",
-            value=name,
-            limit="a folder, or a hub id that can be reached",
-        ) from error
+    for weights in ("*.safetensors", "*.bin"):
+        wanted = ["*.json", weights, _MASK]
+        folder = download(name, "drafter", allow_patterns=wanted, ignore_patterns=["*/*"])
+        if any(folder.glob(weights)):
+            break
     return folder
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
@@ -21,6 +22,8 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.transformers.attention import Rule, allowed
+
+log = structlog.get_logger(__name__)
 
 _FLOP = (3e10, 3e13)  # of a pass over the long text, on a CPU and on a GPU: about a second
 _USUAL_TOKENS = (48, 96)  # of the long text; a GPU has another kernel for more than FEW_TOKENS
@@ -125,7 +128,8 @@ def _rounding_tolerance(model: PreTrainedModel, reference: ReferenceLogits) -> f
     try:
         with weights_in_format(model, "float32"):
             exact = ReferenceLogits.of(model, len(reference.long.tokens))
-    except (RuntimeError, TypeError):  # a module does not take float32, or memory does not suffice
+    except (RuntimeError, TypeError) as error:  # a module does not take float32, or memory does not suffice
+        log.warning("start-up check only coarse: no float32 reference", tolerance=_UNKNOWN_ROUNDING, error=str(error))
         return _UNKNOWN_ROUNDING
     return max(_tolerance(model), _TIMES_ROUNDING * reference.distance(exact))
 

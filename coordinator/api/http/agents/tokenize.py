@@ -56,7 +56,7 @@ class TokensApi:
         body = await read_body(request, DetokenizeBody)
         with admission(self._sessions.metrics):
             target = await self._sessions.targets.find(body.model)
-            check_count("tokens", len(body.tokens), self._limit, "bytes")
+            check_count("tokens", len(body.tokens), self._limit, "ids")
             check_tokens("tokens", body.tokens, target.info.vocab_size)
         text = await asyncio.to_thread(target.tokenizer.decode, body.tokens, clean_up_tokenization_spaces=False)
         return await asyncio.to_thread(JSONResponse, Detokenized(prompt=text))

@@ -13,6 +13,7 @@ import pytest
 from drafter import methods
 from drafter.methods import registry
 from outrider.models.drafter_choice import choose_drafter, drafter_kinds
+from outrider.protocol.errors import StartupError
 from outrider.settings.drafter import DrafterSettings
 
 METHOD = """
@@ -55,5 +56,11 @@ def test_a_new_module_is_a_new_kind(another: None) -> None:
     assert type(made).__name__ == "CopycatDrafter"
 
 
-def test_without_the_module_it_is_the_name_of_a_model() -> None:
-    assert choose_drafter("copy-cat", "default") == ("model", "copy-cat")
+@pytest.mark.parametrize("text", ["copy-cat", "sufix", "suffix+copy-cat", "Suffix", ""])
+def test_what_is_neither_a_kind_nor_a_model_is_told_without_the_hub(text: str) -> None:
+    with pytest.raises(StartupError, match=r"drafter is .*, must be a kind"):
+        choose_drafter(text, "default")
+
+
+def test_a_kind_may_name_any_hub_id() -> None:
+    assert choose_drafter("model:copy-cat", "default") == ("model", "copy-cat")

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from outrider.launch.services import ServiceSpec, read_assignments
 from outrider.launch.stack import (
@@ -17,12 +18,15 @@ from outrider.launch.stack import (
     LaunchPlan,
     Stack,
     coordinators,
+    refuse_equal_targets,
     stack,
     with_certificate,
     with_generated_keys,
     workers,
 )
+from outrider.launch.targets import TargetPlan
 from outrider.protocol.errors import StartupError
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from tests.certificates import Authority, Certificate
 from tests.cluster import until
 
@@ -117,6 +121,16 @@ def certified(mine: Certificate, authority: Authority) -> LaunchPlan:
         (LaunchPlan(tls_ca="/missing"), "tls_ca: cannot read /missing"),
         (LaunchPlan(tls_ca="system"), "this service would listen in plain text"),
         (LaunchPlan(port=50050, http_port=50050), "is the port of"),
+        (LaunchPlan(target="/no/model"), "there is no model at /no/model"),
+        (LaunchPlan(target=str(Path(__file__).parent)), "holds no config.json"),
+        (LaunchPlan(others=(TargetPlan("./nothing.gguf", "b"),)), "there is no model at ./nothing.gguf"),
+        (LaunchPlan(device="gpu"), "verifier-1.device is 'gpu'"),
+        (LaunchPlan(drafter_device="cuda:x"), "drafter-1.device is 'cuda:x'"),
+        pytest.param(
+            LaunchPlan(device="cuda"),
+            "no CUDA device is usable here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="one is"),
+        ),
     ],
 )
 def test_what_cannot_work_is_told_before_anything_starts(
@@ -150,6 +164,17 @@ def test_waits_for_its_own_workers_not_for_those_of_a_stack_that_died(
         Child("drafter-1", ["--advertise", "link:1002 "], tmp_path / "b.log", {}, address="127.0.0.1:1004"),
     ]
     assert list(started.wait_workers("127.0.0.1:5", 2, lambda _: None)) == [mine, behind_a_link]
+
+
+def verifier(name: str, text: str) -> WorkerInfo:
+    return WorkerInfo(worker_id=name, role=Role.VERIFIER, address="a:1", model=ModelInfo(name, text))
+
+
+def test_targets_of_equal_weights_are_refused() -> None:
+    """The coordinator takes the second one's verifiers for the first one's, and knows no second name."""
+    refuse_equal_targets([verifier("a", "x"), verifier("a", "x"), verifier("b", "y")])
+    with pytest.raises(StartupError, match="target is b, must be of other weights than a, or an alias of it"):
+        refuse_equal_targets([verifier("a", "x"), verifier("c", "y"), verifier("b", "x")])
 
 
 def test_the_output_of_a_process_that_ended_is_closed(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
+import time
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from outrider.models import GGUF, INDEX
 from outrider.models.hub import check_digest, locate
@@ -74,3 +77,23 @@ def test_a_folder_with_the_file_itself_is_indexed_again_in_place(
     assert said == [f"indexing {GGUF} (once)"]
     assert not (folder / GGUF).is_symlink()
     assert (folder / GGUF).stat().st_size
+
+
+@pytest.mark.parametrize("name", ["owner/name", "name"])
+def test_a_hub_that_does_not_answer_is_told_at_once(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Transformers would try for a minute."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        started = time.monotonic()
+        with pytest.raises(StartupError, match=f"cannot download the model {name}"):
+            locate(name, print)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "./x", "~/x", "x.gguf", "owner/x.gguf", "a b", "ä/ö", "-x", ".x", ""])
+def test_what_cannot_be_a_hub_id_is_no_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StartupError, match=r"there is no model at|holds no config|cannot download the model"):
+        locate(name, print)

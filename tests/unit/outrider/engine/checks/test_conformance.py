@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from structlog.testing import capture_logs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers.masking_utils import blockwise_overlay, causal_mask_function
@@ -170,6 +171,18 @@ def test_arithmetic_in_fewer_bits_is_judged_by_its_own_rounding(
     monkeypatch.setattr(RaggedStep, "_rule", lambda *_: causal_mask_function)
     with pytest.raises(StartupError, match="away from the model itself"):
         load(model, dtype=dtype, engine="transformers")
+
+
+def test_a_check_that_lacks_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr("outrider.engine.checks.conformance.weights_in_format", no_memory)
+    with capture_logs() as logs:
+        load(saved(tmp_path, "mistral"), dtype="bfloat16", engine="transformers")
+    (warning,) = [each for each in logs if each["log_level"] == "warning"]
+    assert warning["tolerance"] == 0.1
+    assert warning["error"] == "CUDA out of memory. Tried to allocate 2 GiB."
 
 
 def test_weights_are_the_models_own_again_after_they_were_read_otherwise() -> None:
