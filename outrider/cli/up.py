@@ -117,7 +117,6 @@ def up(
 
     Settings of the services: `outrider up --set coordinator.max-sessions=64 --set verifier.drain-s=30`.
     """
-    launch_options.check_engine(engine)
     given = options.fields_from(context.params, LaunchPlan) | planned(target, drafter, drafters, engine)
     overrides = merged(read_file(Path(config))[1] if config else {}, read_assignments(settings or []))
     apart = drafter_apart or any(name.startswith("drafter") for name in overrides)  # for a process of its own

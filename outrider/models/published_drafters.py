@@ -30,8 +30,7 @@ def drafter_folder(name: str) -> Path:
     if folder.exists() or not _HUB_ID.fullmatch(name):
         return folder
     for weights in ("*.safetensors", "*.bin"):
-        wanted = ["*.json", weights, _MASK]
-        folder = download(name, "drafter", allow_patterns=wanted, ignore_patterns=["*/*"])
+        folder = download(name, "drafter", allow_patterns=["*.json", weights, _MASK], ignore_patterns=["*/*"])
         if any(folder.glob(weights)):
             break
     return folder

@@ -115,10 +115,7 @@ def test_the_engine_decides_the_device_where_that_is_auto(
     monkeypatch: pytest.MonkeyPatch, engine: str, device: str, available: bool, chosen: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * available)
     assert options(engine=engine, device=device).selected_device == torch.device(chosen)
-    with pytest.raises(StartupError, match=r"device is cuda:2, must be one of 2|no CUDA device is usable here"):
-        options(device="cuda:2").selected_device  # noqa: B018
 
 
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver.\nMore."
