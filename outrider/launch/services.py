@@ -7,7 +7,6 @@ Names are those of the services' own flags: `--set verifier.max-sessions=32` is 
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
 import re
 import sys
@@ -140,8 +139,6 @@ def check_services(services: Sequence[ServiceSpec]) -> None:
         Credentials(service.settings)
         if (target := getattr(service.settings, "target", DEFAULT)) not in (DEFAULT, DEFAULT_NAME):
             find_path(target)
-        if (device := getattr(service.settings, "device", "")).startswith("cuda"):  # loads torch: seconds
-            importlib.import_module("outrider.engine.loading.options").pick_device(device)
         ports = [(key, getattr(service.settings, key, 0)) for key in _PORTS]
         if ports[-1][1] > 0 and getattr(service.settings, "own_drafter", ""):
             ports.append((_PORTS[-1], ports[-1][1] + 1))  # of the drafter in its process

@@ -44,8 +44,7 @@ def choose_drafter(text: str, target: str) -> tuple[str, str]:
         return kind, model
     folder = drafter_folder(text)
     if "/" not in text and not (text and folder.exists()):
-        limit = f"a kind ({', '.join(sorted(drafter_kinds()))}), KIND:MODEL, an existing path or owner/name"
-        raise StartupError.of("drafter", text, limit)
+        raise StartupError.of("drafter", text, "a kind as in --help, KIND:MODEL, an existing path or owner/name")
     try:
         method = json.loads((folder / CARD).read_text())["method"]
     except (OSError, ValueError, KeyError, TypeError):
