@@ -112,8 +112,7 @@ def check_complete(name: str, model: PreTrainedModel, found: Mapping[str, Collec
 
 def unread_beside(stored: Iterable[str], wanted: Collection[str]) -> list[str]:
     """Return the stored tensors that a model does not read although it reads others of their module or layer."""
-    layers = {layer[0] for layer in map(_LAYER.match, wanted) if layer}
-    read = layers | {name.removesuffix(".weight") for name in wanted}
+    read = {name.removesuffix(".weight") for name in wanted} | {at[0] for at in map(_LAYER.match, wanted) if at}
     unread = (each for each in stored if each not in wanted and not _BUFFER.search(each))
     return sorted(each for each in unread if not read.isdisjoint(accumulate(each.split(".")[:-1], "{}.{}".format)))
 
