@@ -63,11 +63,7 @@ class OwnCall:
 
     async def read(self) -> bytes | None:
         message = await self._call.read()
-        if message is grpc.aio.EOF:
-            code = await self._call.code()
-            if code is not grpc.StatusCode.OK:
-                details, trailing = await self._call.details(), await self._call.trailing_metadata()
-                raise grpc.aio.AioRpcError(code, await self._call.initial_metadata(), trailing, details=details)
+        if message is grpc.aio.EOF:  # in order: gRPC raises the error of a failed call
             return None
         assert isinstance(message, bytes)
         return message

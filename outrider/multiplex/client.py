@@ -155,10 +155,7 @@ class WorkerCalls:
 async def _batch(call: Any) -> pb.SessionFrames:
     data = await call.read()
     if data is grpc.aio.EOF:
-        code = await call.code()
-        if code is grpc.StatusCode.OK:
-            raise rpc_error(grpc.StatusCode.UNAVAILABLE, "the worker has ended the stream")
-        raise rpc_error(code, await call.details() or "")
+        raise rpc_error(grpc.StatusCode.UNAVAILABLE, "the worker has ended the stream")
     if len(data) > MAX_BATCH_BYTES:
         raise InvalidRequest.of("batch", f"{len(data)} bytes", f"at most {MAX_BATCH_BYTES}")
     try:

@@ -18,7 +18,7 @@ from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
 from outrider.engine.loading.loader import LoadedModel
 from outrider.multiplex import client
-from outrider.multiplex.calls import SessionCall
+from outrider.multiplex.calls import MultiplexedCall, SessionCall
 from outrider.multiplex.client import WorkerCalls
 from outrider.multiplex.frames import MAX_BATCH_BYTES, MESSAGE_COST, PART_BYTES, WINDOW_BYTES
 from outrider.protocol.errors import Fenced, InvalidRequest, PeerLost
@@ -326,6 +326,47 @@ async def test_a_worker_that_refuses_our_frames_is_reported() -> None:
             assert (await failure_of(Verify(await shared.start()))).code() is grpc.StatusCode.UNAVAILABLE
             told = ("warning", "INVALID_ARGUMENT")
             assert await soon(lambda: told in [(line["log_level"], line.get("status")) for line in lines], 5)
+
+
+async def test_a_stream_that_was_lost_is_opened_again_on_the_same_channel() -> None:
+    opened = 0
+
+    async def lost_at_first(batches: Any, context: Any) -> AsyncIterator[pb.SessionFrames]:
+        nonlocal opened
+        opened += 1
+        yield FIRST
+        if opened > 1:
+            await asyncio.sleep(3600)
+        await anext(batches)  # the window
+        await anext(batches)
+
+    async with worker_whose_sessions(lost_at_first) as address, sharing(address) as shared:
+        assert (await failure_of(Verify(await shared.start()))).code() is grpc.StatusCode.UNAVAILABLE
+        assert await soon(lambda: shared.calls.shared is None, 5)
+        assert isinstance((await shared.start()).raw, MultiplexedCall)
+        assert opened == 2
+
+
+async def test_a_worker_without_a_shared_stream_is_asked_for_it_once_and_gets_calls_of_their_own() -> None:
+    """How such a call ends is told as within a shared stream."""
+    asked = 0
+
+    async def older(batches: Any, context: Any) -> AsyncIterator[pb.SessionFrames]:
+        nonlocal asked
+        asked += 1
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "an older verifier")
+        yield FIRST
+
+    async with worker_whose_sessions(older) as address, sharing(address) as shared:
+        for _ in range(3):
+            shared.calls.keep_open(shared._channel)
+            assert await soon(lambda: not shared.calls._running, 5)
+        assert asked == 1
+        own = shared.calls.start(shared._channel, ())
+        with pytest.raises(grpc.aio.AioRpcError) as failed:  # it has no method of this name
+            await own.read()
+        assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await own.close()
 
 
 async def test_a_lost_stream_loses_each_of_its_sessions(verifier: str, prompt: list[int]) -> None:

@@ -7,12 +7,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from outrider.bench.network.cases import LinkCase, modes
-from outrider.bench.network.figures import NetworkResults, NetworkRun, NetworkRuns
+from outrider.bench.network.figures import NetworkResults, NetworkRun, NetworkRuns, summarise
+from outrider.bench.network.measurement import NetworkMeasurement
 from outrider.bench.network.prediction import prediction_cases
+from outrider.client.events import Finished, Tokens
+from outrider.protocol.speculation import FinishReason
 from outrider.protocol.statistics import GenerationStats, PlanStats
 
 TOKENS = 60
@@ -28,7 +33,7 @@ def runs(step_ms: float, per_step: float) -> NetworkRuns:
 def results(plain_ms: float, in_turns_ms: float) -> NetworkResults:
     plain, in_turns = modes((2,))[:2]
     near, far = LinkCase(5.0), LinkCase(80.0)
-    world = {"draft_ms": 4.0, "cost": ([1, 17], [40.0, 40.0]), "rtt_ms": 5.0}
+    world = {"draft_ms": 4.0, "cost": ([1, 17], [40.0, 44.0]), "rtt_ms": 5.0}
     return NetworkResults(
         measured={
             near: {plain: runs(plain_ms, 1.0), in_turns: runs(in_turns_ms, 2.0)},
@@ -44,14 +49,14 @@ def test_what_the_services_add_goes_into_every_prediction() -> None:
     for case in cases.values():
         rows, ms = case["world"]["cost"]
         assert rows == [1, 17]
-        assert ms == pytest.approx([41.5, 41.5])
+        assert ms == pytest.approx([41.5, 45.5])
         assert case["world"]["overhead_ms"] == pytest.approx(58.0 - 41.5 - 2 * 4.0 - 5.0)
     assert {case["world"]["rtt_ms"] for case in cases.values()} == {5.0, 80.0}
 
 
 def test_a_clock_that_ran_fast_adds_nothing() -> None:
     case = next(iter(prediction_cases(results(plain_ms=39.0, in_turns_ms=50.0)).values()))
-    assert case["world"]["cost"][1] == [40.0, 40.0]
+    assert case["world"]["cost"][1] == [40.0, 44.0]
     assert case["world"]["overhead_ms"] == 0.0
 
 
@@ -92,3 +97,91 @@ def test_steps_by_plan_are_those_of_all_answers() -> None:
 
     summary = NetworkRuns([answer(turns=100, plain=1), answer(turns=7, plain=1, ahead=0)]).row()
     assert summary["plans"] == {"turns": 107, "plain": 2}
+
+
+def test_figures_of_a_mode_are_of_all_its_answers() -> None:
+    one = GenerationStats(
+        steps=2,
+        tokens_per_second=50.0,
+        duration_ms=200.0,
+        offered_per_position=(2, 1),
+        accepted_per_position=(1, 1),
+        bytes_per_accepted_token=30.0,
+        bytes_per_guessed_token=10.0,
+        missed=4,
+        missed_at_hand=1,
+        draft_ms=40.0,
+        mean_wait_ms=10.0,
+        mean_step_ms=30.0,
+    )
+    other = GenerationStats(
+        steps=3,
+        tokens_per_second=100.0,
+        duration_ms=200.0,
+        bytes_per_accepted_token=10.0,
+        bytes_per_guessed_token=20.0,
+        draft_ms=60.0,
+        mean_wait_ms=30.0,
+        mean_step_ms=30.0,
+    )
+    gaps = tuple(float(ms) for ms in range(1, 100))
+    runs = NetworkRuns([NetworkRun((1, 2, 3, 4), gaps, one), NetworkRun((1,) * 6, (1000.0,), other)])
+    row = runs.row()
+    assert row["tokens_per_s"] == pytest.approx(75.0)
+    assert row["tokens_per_step"] == pytest.approx(10 / 5)
+    assert runs.step_ms == pytest.approx(1000 * 2 / 75)
+    assert row["first_tokens_per_s"] == pytest.approx((1000 * 64 / sum(range(1, 65)) + 1.0) / 2)
+    assert (row["itl_p50_ms"], row["itl_p99_ms"]) == (50.5, 99.0), "of 100 gaps"
+    assert row["acceptance_first"] == pytest.approx(1 / 2)
+    assert row["bytes_per_accepted_token"] == pytest.approx(20.0)
+    assert row["bytes_per_guess"] == pytest.approx(15.0)
+    assert row["missed_at_hand"] == pytest.approx(1 / 4)
+    assert row["drafter_idle"] == pytest.approx(1 - 100 / 400)
+    assert row["verifier_idle"] == pytest.approx(40 / 100)
+
+
+def test_the_summary_compares_each_link_with_plain_decoding_and_with_the_best_fixed_mode() -> None:
+    plain, in_turns, *_, adaptive = modes((2,))
+    near, far, slow = LinkCase(5.0), LinkCase(80.0), LinkCase(80.0, kib_per_s=32.0)
+
+    def answer(speed: float, first_gap_ms: float, drafts: int = 0) -> NetworkRuns:
+        stats = GenerationStats(tokens_per_second=speed, drafts=drafts, bytes_per_guessed_token=7.0 + drafts)
+        return NetworkRuns([NetworkRun((1, 2), (first_gap_ms,), stats)])
+
+    measured = {
+        near: {plain: answer(20.0, 50.0), in_turns: answer(40.0, 25.0), adaptive: answer(50.0, 20.0, drafts=1)},
+        far: {plain: answer(20.0, 50.0), in_turns: answer(10.0, 90.0), adaptive: answer(18.0, 100.0, drafts=2)},
+        slow: {plain: answer(20.0, 50.0), in_turns: answer(10.0, 90.0), adaptive: answer(22.0, 50.0)},
+    }
+    predicted = {(near, plain): 21.9, (near, in_turns): 33.0, (far, in_turns): 10.0, (far, plain): 22.3}
+    summary = summarise(measured, predicted, {"regret": 0.25}, texts_equal=True)
+    assert summary["adaptive_vs_colocated_rtt5"] == pytest.approx(50 / 40)
+    assert summary["adaptive_vs_colocated_rtt80"] == pytest.approx(18 / 40), "of the link that is only long"
+    assert summary["adaptive_vs_plain_rtt80"] == pytest.approx(18 / 20)
+    assert summary["colocated_vs_plain"] == pytest.approx(2.0)
+    assert summary["worst_vs_plain"] == pytest.approx(0.9)
+    assert summary["worst_vs_plain_first64"] == pytest.approx(0.5)
+    assert summary["worst_regret"] == pytest.approx(1 - 18 / 20)
+    assert summary["worst_regret_drift"] == 0.25
+    assert summary["predicted_within_10pct"] == pytest.approx(2 / 4)
+    assert summary["bytes_per_guess"] == 9.0
+
+
+def test_one_text_that_differs_is_not_forgotten() -> None:
+    results = NetworkResults()
+    for seed, tokens in ((0, (1, 2)), (1, (3,)), (0, (1, 9)), (1, (3,))):
+        results.add_text(seed, tokens)
+    assert not results.texts_equal
+
+
+def test_tokens_that_arrive_together_have_no_time_between_them() -> None:
+    """The sum of the gaps is the answer's time, however many tokens a message has."""
+    stats = GenerationStats()
+    pieces = [Tokens(0, "", ids, (), ()) for ids in ((1,), (2, 3, 4))]
+    replies = [*pieces, Finished("", FinishReason.LENGTH, "", 1, 4, stats)]
+    setup = SimpleNamespace(client=Mock(generate=Mock(return_value=replies)))
+    measurement = NetworkMeasurement(setup, modes((2,)), 4, 1, NetworkResults())  # type: ignore[arg-type]
+    run = measurement._generate(modes((2,))[0], seed=1, tokens=4)
+    assert run.tokens == (1, 2, 3, 4)
+    assert len(run.gaps_ms) == 3
+    assert run.gaps_ms[1:] == (0.0, 0.0)

@@ -1,0 +1,53 @@
+"""Figures of `outrider bench engine`, from times that are given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.bench.common.report import Times
+from outrider.bench.engine.results import BASE_CONTEXT, PassTimes, ServedTimes, rows, summary
+
+PASSES = PassTimes(
+    name="toy",
+    engine="native",
+    weights="float32",
+    device="cpu",
+    threads=1,
+    verification={(BASE_CONTEXT, new): Times(ms) for new, ms in ((1, [5.0, 4.0]), (9, [6.0]), (17, [8.0]))},
+    batch={(BASE_CONTEXT, 1): Times([4.0]), (BASE_CONTEXT, 8): Times([8.0]), (BASE_CONTEXT, 32): Times([16.0])},
+    eager=Times([16.0, 20.0]),
+    read=Times([2.0, 1.0]),
+    read_bytes=10_000_000,
+    product=Times([1.0]),
+    product_flop=3_000_000,
+    token_bytes=20_000_000,
+    memory_mb={},
+)
+SERVED = ServedTimes(Times([10.0, 12.0, 14.0]), Times([10.0] * 98 + [36.0] * 2), Times([100.0]), Times([20.0, 30.0]))
+
+
+def test_the_summary_is_of_the_shortest_times() -> None:
+    found = summary(PASSES, SERVED)
+    assert found["single_token_vs_eager"] == pytest.approx(4 / 16)
+    assert (found["flatness_9"], found["flatness_17"]) == pytest.approx((1.5, 2.0))
+    assert found["sessions8_vs_1"] == pytest.approx(4.0), "8 sessions in twice the time"
+    assert found["sessions32_vs_1"] == pytest.approx(8.0)
+    assert found["bandwidth_gb_s"] == pytest.approx(10.0), "10 MB in a millisecond"
+    assert found["matmul_gflop_s"] == pytest.approx(3.0)
+    assert found["floor_ms"] == pytest.approx(2.0), "20 MB at 10 GB/s"
+    assert found["fraction_of_floor"] == pytest.approx(0.5)
+
+
+def test_streams_are_compared_by_their_longest_gaps_and_usual_waits() -> None:
+    found = summary(PASSES, SERVED)
+    assert found["prefill_gap_ratio"] == pytest.approx(36 / 12)
+    assert found["prefix_ttft_ratio"] == pytest.approx(25 / 100)
+    one_late = replace(SERVED, during=Times([10.0] * 199 + [36.0]))
+    assert summary(PASSES, one_late)["prefill_gap_ratio"] == pytest.approx(10 / 12), "one of 200 is above the p99"
+
+
+def test_rows_have_the_throughput_of_all_sessions() -> None:
+    found = {row["sessions"]: row["tokens_per_s"] for row in rows(PASSES, SERVED) if row["part"] == "batch"}
+    assert found == pytest.approx({1: 250.0, 8: 1000.0, 32: 2000.0})
