@@ -181,3 +181,32 @@ def test_a_key_with_many_sessions_that_owes_time_is_asked_again_soon() -> None:
     assert not batch
     assert wait_s is not None
     assert wait_s < 0.1
+
+
+def prompts_of(tenant: str, count: int, length: int) -> list[VerifySession]:
+    engine, params = MockEngine(), SamplingParams(seed=1, max_tokens=9)
+    openings = [VerifyOpening(f"{tenant}{i}", 1, (1,) * length, length, params, tenant=tenant) for i in range(count)]
+    return [VerifySession(opening, engine.info, engine.device) for opening in openings]
+
+
+def test_a_key_with_many_sessions_gets_the_places_that_cost_no_time_and_no_more() -> None:
+    light, heavy = session("light", 0), prompts_of("heavy", 4, 5)
+    now, batching = light.opened_at, Batching(LIMITS, StepTimes(NARROW))
+    batching.schedule(heavy, now)  # alone it owes and is owed nothing
+    light.steer(VerifySteering(gamma=0, nodes=1))
+    batch, _ = batching.schedule([light, *heavy], now + 0.001)
+    assert batch[0].session is light
+    assert sum(item.num_tokens for item in batch) == 8, "as many as take the time of one"
+
+
+@pytest.mark.parametrize("decoding", [True, False])
+def test_prompts_teach_nothing_of_the_time_of_decoding(decoding: bool) -> None:
+    times = StepTimes(FLAT)
+    batching = Batching(LIMITS, times)
+    sessions = [*[session("decodes", 0)] * decoding, *prompts_of("prompt", 1, 30)]
+    batch, _ = batching.schedule(sessions, 1e9)
+    fitting = times.prompt_tokens(1, 1.5, 64)
+    for _ in range(20):
+        batching.record(batch, 100.0)
+    assert times.step_ms(1) == pytest.approx(25.0)
+    assert (times.prompt_tokens(1, 1.5, 64) < fitting) == decoding

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.errors import PeerLost, Unavailable
 from outrider.protocol.hidden_states.messages import StateSpecs
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import Guess, Verdict, VerifySteering
+from outrider.protocol.speculation import FinishReason, Guess, TokenKind, Verdict, VerifySteering
 from verifier.engine_target import EngineTarget
 from verifier.limits import SchedulerLimits
 from verifier.loop import VerificationLoop
@@ -195,3 +196,44 @@ async def test_tokens_after_a_stop_leave_no_log_probabilities() -> None:
     running.cancel()
     loop.stop()
     assert sent == [((4,), 1), ((5, 6), 2)]
+
+
+async def verdicts(loop: VerificationLoop, session: VerifySession, count: int) -> list[Verdict]:
+    running = asyncio.create_task(loop.run())
+    replies = [await asyncio.wait_for(session.outbox.get(), 5) for _ in range(count)]
+    running.cancel()
+    loop.stop()
+    assert all(isinstance(reply, Verdict) for reply in replies)
+    return cast(list[Verdict], replies)
+
+
+async def test_a_verdict_counts_the_guesses_up_to_the_end_of_the_output() -> None:
+    """Those after a stop token were right as well, and brought nothing."""
+    loop = VerificationLoop(EngineTarget(MockEngine()), LIMITS, VerifierMetrics("mock"))
+    params = SamplingParams(seed=1, temperature=0.0, max_tokens=8, stop_token_ids=(6,))
+    session = loop.open(VerifyOpening("one", 1, (1, 2, 3), 3, params))
+    session.steer(VerifySteering(gamma=3, draft_wait_us=5_000_000))
+    session.add_guess(Guess(3, 1, 0, (4, 9, 5, 6, 3, 7), source=2, parents=(-1, 0, 0, 2, 3, 3)))
+    _, last = await verdicts(loop, session, 2)
+    assert (last.tokens, last.accepted, last.last) == ((5, 6), 2, TokenKind.NONE)
+    assert last.finish_reason is FinishReason.STOP
+    assert (last.proposed, last.nodes, last.accepted_from_branch) == (3, 5, 1)
+    assert [(each.source, each.accepted) for each in last.sources] == [(2, 2)]
+
+
+class CachingEngine(MockEngine):
+    """An engine that has two tokens of every prompt."""
+
+    def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
+        return 2
+
+
+async def test_what_the_cache_had_is_counted_once() -> None:
+    metrics = VerifierMetrics("mock")
+    loop = VerificationLoop(EngineTarget(CachingEngine()), LIMITS, metrics)
+    found = await verdicts(loop, opened(loop, "one"), 3)
+    assert [each.timings.cached_tokens for each in found] == [2, 0, 0]
+    shown, _ = metrics.render()
+    counted = [line.rpartition(" ") for line in shown.decode().splitlines() if not line.startswith("#")]
+    assert [value for name, _, value in counted if "prefix_cache_queries_total" in name] == ["3.0"]
+    assert [value for name, _, value in counted if "prefix_cache_hits_total" in name] == ["2.0"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -21,6 +22,7 @@ from outrider.protocol.speculation import (
     VerifyTimings,
 )
 from outrider.speculation.grammar import GrammarMatcher
+from outrider.speculation.sampling import adjust
 from verifier.session import MAX_UNREAD_REPLIES, Ended, Rejection, VerifyOpening, VerifySession
 
 PROMPT = (1, 2, 3)
@@ -122,3 +124,47 @@ def test_a_grammar_with_slow_masks_has_few_guesses_in_a_step() -> None:
     session.guide = cast(GrammarMatcher, SimpleNamespace(affordable_masks=lambda seconds: int(seconds / 0.01)))
     session.add_guess(Guess(3, 1, 0, (10, 11, 12, 13)))
     assert len(session.block(8).tokens) == 2
+
+
+def test_a_request_may_fill_the_context_and_not_more() -> None:
+    model = replace(MockEngine().info, context_length=10)
+    fitting = VerifyOpening("one", 1, PROMPT, len(PROMPT), SamplingParams(seed=1, max_tokens=7))
+    fitting.check(model)
+    with pytest.raises(InvalidRequest, match="at most 7"):
+        replace(fitting, params=SamplingParams(seed=1, max_tokens=8)).check(model)
+    resumed = replace(fitting, tokens=(*PROMPT, *range(6)))
+    resumed.check(model)
+    with pytest.raises(InvalidRequest, match="fewer than params"):
+        replace(resumed, tokens=(*PROMPT, *range(7))).check(model)
+
+
+def test_the_last_tokens_do_not_wait_for_more_guesses_than_they_can_use() -> None:
+    session = opened()
+    session.steer(VerifySteering(gamma=8, draft_wait_us=5_000_000))
+    commit(session, 60)
+    assert session.remaining == 4
+    now = session.waiting_since
+    session.add_guess(Guess(63, 1, 0, (1, 2)))
+    assert session.ready_at(now) == pytest.approx(now + 5)
+    session.add_guess(Guess(65, 3, 2, (3,)))
+    assert session.ready_at(now) == now
+    assert len(session.block(8).tokens) == 3, "the fourth is the target's own"
+    session.add_guess(Guess(66, 4, 3, (4,)))
+    assert len(session.block(8).tokens) == 3
+
+
+def test_an_output_ends_with_the_token_that_completes_its_grammar() -> None:
+    session = opened()
+    assert session.truncate_output((10, 11, 12), 2) == ([10, 11], FinishReason.STOP)
+    assert session.truncate_output((10, 11), None) == ([10, 11], FinishReason.NONE)
+    commit(session, 62)
+    assert session.truncate_output((10, 11), None) == ([10, 11], FinishReason.LENGTH)
+
+
+def test_penalties_are_for_what_every_step_has_committed() -> None:
+    params = SamplingParams(seed=1, max_tokens=64, presence_penalty=1.0)
+    session = VerifySession(VerifyOpening("one", 1, PROMPT, 3, params), MockEngine().info, torch.device("cpu"))
+    commit(session, 2)
+    assert session.history is not None
+    logits = adjust(torch.zeros(1, MockEngine().info.vocab_size), params, session.history, [()])
+    assert logits[0].nonzero()[:, 0].tolist() == [10, 11]

@@ -34,15 +34,16 @@ EXTENT = FleetExtent((ONE, FleetSize(2, 1, 1)), (4, 96), 4.0, 32, 4, None)
 
 
 def finished(prompt: int, output: int, cached: int, steps: int = 1) -> Finished:
-    stats = GenerationStats(steps=steps, cached_tokens=cached, mean_step_ms=10.0 * steps)
+    stats = GenerationStats(steps=steps, cached_tokens=cached, mean_step_ms=10.0 * steps, mean_wait_ms=3.0 * steps)
     return Finished("", FinishReason.LENGTH, "", prompt, output, stats)
 
 
 def record() -> LoadRecord:
-    """Two seconds, from 10 to 12: one answer before and in them, one within, one that fails, one that fails later."""
+    """Two seconds, from 10 to 12: answers before them, before and in them, within, one that fails, and one later."""
     return LoadRecord(
         sessions=3,
         answers=[
+            LoadedAnswer(7.0, [(8.0, 4)], 9.5, finished(1000, 4, 1000, steps=4)),
             LoadedAnswer(8.0, [(9.0, 5), (10.5, 2), (11.0, 3)], 11.0, finished(100, 10, 0, steps=2)),
             LoadedAnswer(10.0, [(10.2, 1), (10.4, 2), (11.4, 4), (12.5, 9)], 12.5, finished(50, 16, 50)),
             LoadedAnswer(10.5, [(11.1, 1)], 11.2, finished(60, 1, 48)),
@@ -68,6 +69,7 @@ def test_figures_are_of_the_measured_time() -> None:
     assert row["cached_share"] == pytest.approx(48 / 160), "of the two answers that ended within"
     assert row["tokens_per_step"] == pytest.approx(11 / 3)
     assert row["step_ms"] == pytest.approx((20 * 2 + 10) / 3), "each answer by its steps"
+    assert row["wait_ms"] == pytest.approx((6 * 2 + 3) / 3)
     assert (row["answers"], row["failures"]) == (2, {"overloaded": 1})
     assert row["cpus"] == {"client": 0.25, "verifier-1": 0.75}
 

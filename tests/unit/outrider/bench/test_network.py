@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from outrider.bench.common.timed_output import timed
 from outrider.bench.network.cases import LinkCase, modes
 from outrider.bench.network.figures import NetworkResults, NetworkRun, NetworkRuns, summarise
 from outrider.bench.network.measurement import NetworkMeasurement
@@ -185,3 +186,6 @@ def test_tokens_that_arrive_together_have_no_time_between_them() -> None:
     assert run.tokens == (1, 2, 3, 4)
     assert len(run.gaps_ms) == 3
     assert run.gaps_ms[1:] == (0.0, 0.0)
+    counts: list[int] = []
+    timed(pieces + replies[-1:], counts.append)
+    assert counts == [1, 4], "parts of an answer end by its tokens so far"
