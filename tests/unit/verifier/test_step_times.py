@@ -40,3 +40,20 @@ def test_the_chunks_of_a_prompt_are_steady(token_ms: float) -> None:
 
 def test_a_machine_that_slows_down_leaves_the_share_of_prompts() -> None:
     assert chunks(80, 2.6, slowdown=2.0)[-1] == pytest.approx(chunks(80, 2.6)[-1], abs=1)
+
+
+def test_one_step_with_a_stall_hardly_changes_the_share_of_prompts() -> None:
+    times = StepTimes(CURVE)
+    before = times.prompt_tokens(SESSIONS, STRETCH, ROOM)
+    times.record(SESSIONS + 8, 100 * CURVE.at(SESSIONS + 8), has_prompts=True)
+    assert before > 10
+    assert times.prompt_tokens(SESSIONS, STRETCH, ROOM) > 0.7 * before
+
+
+def test_prompts_that_take_no_time_are_bounded_all_the_same() -> None:
+    """The sessions that decode have logits, which prompts do not show."""
+    times = StepTimes(CURVE)
+    for _ in range(200):
+        times.record(SESSIONS + 8, 0.1, has_prompts=True)
+    allowed_ms = STRETCH * CURVE.at(SESSIONS) / 0.8
+    assert CURVE.at(SESSIONS + times.prompt_tokens(SESSIONS, STRETCH, ROOM)) <= allowed_ms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -27,19 +28,29 @@ def test_a_step_takes_what_its_rows_cost() -> None:
         )
 
 
+class FilledEngine(MockEngine):
+    """An engine with cached blocks; it finds as many tokens as the salt has letters."""
+
+    evictable_tokens = 7
+
+    def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
+        return len(salt)
+
+
 def test_everything_else_is_the_engines() -> None:
-    engine = MockEngine()
+    engine = FilledEngine()
     paced = ThrottledEngine(engine, CostCurve((1,), (0.0,)))
     assert paced.info == engine.info
     assert (paced.device, paced.capacity_tokens) == (engine.device, engine.capacity_tokens)
+    assert paced.match_prefix("s", [1, 2], "salt") == 4, "tenants find their own prefixes only"
     paced.extend([SessionTokens("s", [1, 2, 3])])
-    paced.truncate("s", 1)
+    assert (paced.length("s"), paced.cached_tokens, paced.evictable_tokens) == (3, 3, 7)
+    paced.truncate("s", 2)
+    assert engine.length("s") == 2
+    paced.compact("s", 1, ())
+    assert engine.length("s") == 1
     paced.free("s")
-    assert (paced.length("s"), paced.cached_tokens, paced.evictable_tokens) == (
-        engine.length("s"),
-        engine.cached_tokens,
-        engine.evictable_tokens,
-    )
+    assert engine.length("s") == paced.cached_tokens == 0
 
 
 def test_a_pace_is_read() -> None:

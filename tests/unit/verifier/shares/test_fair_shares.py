@@ -78,3 +78,12 @@ def test_a_debt_is_paid_before_more_is_taken() -> None:
     shares.charge([("b", 1), ("a", 10)], 500.0)
     assert shares.budget(1.1, 1, 512) == 0
     assert shares.budget(10.0, 1, 512) > 0
+
+
+def test_one_long_stall_is_owed_for_seconds_only() -> None:
+    shares = FairShares(StepTimes(COST), SEATS, STRETCH)
+    shares.reset(0.0)
+    assert shares.heavy_tenants(["modest"] + ["greedy"] * 48)
+    shares.charge([("modest", 1), ("greedy", 8)], 60_000.0)
+    assert shares.budget(1.0, 1, 512) == 0
+    assert shares.budget(3.0, 1, 512) > 0
