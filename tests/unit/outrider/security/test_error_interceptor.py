@@ -110,3 +110,14 @@ async def test_a_write_that_takes_too_long_ends_the_stream_after_earlier_ones_we
     await handler(common.ProbeRequest(), context)
     assert context.aborted
     assert len(context.pauses) == 1
+
+
+async def test_a_stream_that_has_ended_leaves_no_timer(clock: Clock) -> None:
+    """It would set itself again for as long as the service runs."""
+    loop: Any = asyncio.get_running_loop()
+    for pauses in ((0.0,), (30.0, 0.0)):
+        handler = _checked_stream_handler(lambda request, _: replies_after(clock, 0.0, 0.0), 0.1)
+        context = SlowContext(clock, *pauses, 0.0)
+        await handler(common.ProbeRequest(), context)
+    await clock.passes(1.0)
+    assert [handle for handle in loop._scheduled if not handle.cancelled()] == []

@@ -43,3 +43,11 @@ def test_a_failure_of_the_device_is_not_hidden() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         wire_states(step(), [KeptRows((), []), KeptRows((StateSpec((1,), "a" * 64, number=1),), [0])], failing)
+
+
+def test_sessions_of_a_step_get_the_same_states_in_their_own_formats() -> None:
+    small, plain = StateSpec((1,), float8=True, number=1), StateSpec((1,), number=3)
+    sent = wire_states(step(), [KeptRows((small,), [2]), KeptRows((plain,), [0, 1])], lambda _: None)
+    assert sent[0][1].shape == (1, WIDTH + 1), "a byte each, and one for the scale"
+    assert sent[1][3].shape == (2, WIDTH)
+    assert sent[1][3].element_size() == 2

@@ -204,3 +204,42 @@ class Sessions(RuleBasedStateMachine):
 
 Sessions.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestSessions = Sessions.TestCase
+
+
+def test_a_copy_before_a_write_needs_room_too() -> None:
+    memory = Memory(BlockManager(2))
+    memory.extend("a", PROMPT[:BLOCK_TOKENS])
+    memory.blocks.free("a")
+    assert memory.blocks.match_prefix("a", PROMPT[: BLOCK_TOKENS + 1]) == BLOCK_TOKENS
+    assert memory.blocks.match_prefix("b", PROMPT[: BLOCK_TOKENS + 1]) == BLOCK_TOKENS
+    memory.extend("a", [1])
+    memory.blocks.truncate("b", BLOCK_TOKENS - 2)
+    with pytest.raises(Overloaded):
+        memory.extend("b", [2])
+    memory.check("a")
+
+
+def test_what_follows_a_tree_that_was_taken_back_is_a_prefix_again() -> None:
+    memory = Memory(BlockManager(16))
+    memory.extend("a", PROMPT[:10])
+    memory.blocks.allocate("a", 3)
+    memory.blocks.append("a", [7, 8, 9], branching=True)
+    memory.blocks.truncate("a", 10)
+    memory.extend("a", PROMPT[10:])
+    memory.blocks.free("a")
+    assert memory.blocks.match_prefix("b", PROMPT) == 3 * BLOCK_TOKENS
+
+
+def test_after_a_rollback_over_whole_blocks_nothing_is_found_under_the_text_that_was_dropped() -> None:
+    """It would have the keys and values of another text."""
+    memory = Memory(BlockManager(16))
+    other, rest = [5] * BLOCK_TOKENS, list(range(500, 500 + BLOCK_TOKENS))
+    memory.extend("a", PROMPT[: 3 * BLOCK_TOKENS])
+    memory.extend("a", [1])
+    memory.blocks.truncate("a", 2 * BLOCK_TOKENS)
+    for tokens in (other, rest, [1]):
+        memory.extend("a", tokens)
+    assert memory.blocks.match_prefix("b", [*PROMPT[: 3 * BLOCK_TOKENS], *rest, 1]) == 3 * BLOCK_TOKENS
+    assert memory.blocks.match_prefix("c", [*PROMPT[: 2 * BLOCK_TOKENS], *other, *rest, 1]) == 4 * BLOCK_TOKENS
+    memory.check("b")
+    memory.check("c")
