@@ -243,3 +243,26 @@ def test_after_a_rollback_over_whole_blocks_nothing_is_found_under_the_text_that
     assert memory.blocks.match_prefix("c", [*PROMPT[: 2 * BLOCK_TOKENS], *other, *rest, 1]) == 4 * BLOCK_TOKENS
     memory.check("b")
     memory.check("c")
+
+
+def test_a_cached_block_that_a_session_uses_again_is_not_evicted() -> None:
+    memory = Memory(BlockManager(2, max_evictable=1))
+    memory.extend("a", PROMPT[:BLOCK_TOKENS])
+    memory.blocks.free("a")
+    assert memory.blocks.match_prefix("b", PROMPT[: BLOCK_TOKENS + 1]) == BLOCK_TOKENS
+    assert memory.blocks.pool.num_evictable == 0
+    memory.extend("c", [7] * BLOCK_TOKENS)
+    memory.check("b")
+
+
+def test_a_copied_block_is_given_back() -> None:
+    memory = Memory(BlockManager(4))
+    memory.extend("a", PROMPT[:BLOCK_TOKENS])
+    memory.extend("a", [1])
+    assert memory.blocks.match_prefix("b", PROMPT[: BLOCK_TOKENS + 1]) == BLOCK_TOKENS
+    memory.blocks.truncate("b", BLOCK_TOKENS - 2)
+    memory.extend("b", [2])
+    for session in "ab":
+        memory.check(session)
+        memory.blocks.free(session)
+    assert memory.blocks.pool.num_used == 0
