@@ -1,7 +1,7 @@
 """Training data: texts that the target generates, with its hidden states.
 
-They are generated once per recipe and stored in shards, each written atomically: a killed run continues with the next
-shard. Each example has a seed of its own, so the data do not depend on interruptions.
+They are generated once and stored in shards, each written atomically: a killed run continues with the next shard. Each
+example has a seed of its own, so the data do not depend on interruptions. A shard depends on its own prompts only.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class DataRecipe:
 
     target: str  # weights digest
     prompts: str  # digest
+    template: str  # digest of the target's chat template
     num_examples: int
     max_tokens: int  # generated per example
     seed: int
@@ -88,7 +89,7 @@ def shipped(name: str) -> list[TrainingPrompt]:
 def read_prompts(file: Path) -> list[TrainingPrompt]:
     """Read the user's prompts: one JSON object per line, with `prompt` and an optional `kind`."""
     try:
-        return _parse(file.read_text(), str(file))
+        return _parse(file.read_text("utf-8-sig"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"cannot read {file}: {error}", field="prompts", value=str(file)) from error
 
@@ -111,9 +112,17 @@ def _parse(text: str, name: str) -> list[TrainingPrompt]:
     return prompts
 
 
-def digest(prompts: Sequence[TrainingPrompt]) -> str:
-    """Return a digest of prompts and kinds."""
-    return hashlib.sha256(json.dumps([[p.kind, p.text] for p in prompts]).encode()).hexdigest()[:16]
+def digest(of: Any) -> str:
+    """Return a digest of texts, or of another value that JSON can hold."""
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def recipe(
+    target: LoadedModel, prompts: Sequence[TrainingPrompt], count: int, max_tokens: int, seed: int
+) -> DataRecipe:
+    """Return the recipe of `count` texts that a target generates after these prompts."""
+    texts, template = digest([prompt.text for prompt in prompts]), digest(target.tokenizer.chat_template)
+    return DataRecipe(target.engine.info.weights_digest, texts, template, count, max_tokens, seed)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -125,35 +134,28 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 class Dataset:
-    """A folder of shards, for one recipe."""
+    """The shards of a recipe, in a folder that it shares with recipes of other prompts."""
 
-    def __init__(self, folder: Path, recipe: DataRecipe) -> None:
-        self.folder = folder
+    def __init__(self, home: Path, recipe: DataRecipe, prompts: Sequence[TrainingPrompt]) -> None:
+        self._described = {
+            name: each for name, each in asdict(recipe).items() if name not in ("prompts", "num_examples")
+        }
+        self.folder = home / digest(self._described)
         self.recipe = recipe
+        self._prompts = prompts
         self._shards = range(-(-recipe.num_examples // SHARD_EXAMPLES))
 
-    @classmethod
-    def at(cls, home: Path, recipe: DataRecipe) -> Dataset:
-        """Return the dataset of a recipe below a folder."""
-        described = {name: value for name, value in asdict(recipe).items() if value != ()}  # no layers: no new name
-        return cls(home / hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16], recipe)
-
-    def write(
-        self,
-        target: LoadedModel,
-        prompts: Sequence[TrainingPrompt],
-        progress: Callable[[DataProgress], None] = lambda _: None,
-    ) -> None:
+    def write(self, target: LoadedModel, progress: Callable[[DataProgress], None] = lambda _: None) -> None:
         """Generate the missing shards with the target."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.folder / _RECIPE) as file:
-            file.write_text(json.dumps(asdict(self.recipe), indent=2))
+            file.write_text(json.dumps(self._described, indent=2))
         missing = [shard for shard in self._shards if not _is_complete(self._path(shard))]
         left = sum(len(self._indices(shard)) for shard in missing)
         tokens, done = 0, dict[int, Example]()
         progress(DataProgress(self.recipe.num_examples - left, self.recipe.num_examples, tokens))
         indices = (index for shard in missing for index in self._indices(shard))
-        for index, example in _Generator(target, self.recipe, prompts).generate(indices):
+        for index, example in _Generator(target, self.recipe, self._prompts).generate(indices):
             done[index] = example
             tokens += len(example.tokens)
             shard = self._indices(index // SHARD_EXAMPLES)
@@ -171,7 +173,8 @@ class Dataset:
         return range(self.recipe.num_examples)[shard * SHARD_EXAMPLES : (shard + 1) * SHARD_EXAMPLES]
 
     def _path(self, shard: int) -> Path:
-        return self.folder / f"shard-{shard:05}.safetensors"
+        texts = [self._prompts[index % len(self._prompts)].text for index in self._indices(shard)]
+        return self.folder / f"shard-{shard:05}-{digest(texts)}.safetensors"
 
 
 @dataclass(slots=True)

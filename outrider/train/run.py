@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -153,7 +153,7 @@ def _prompts(file: Path | None) -> tuple[list[TrainingPrompt], list[TrainingProm
     texts = {prompt.text for prompt in held_out}
     others = [prompt for prompt in prompts if prompt.text not in texts]
     if not others:
-        raise InvalidRequest.of("prompts", f"{len(prompts)} prompts", "at least 2: one is held out")
+        raise InvalidRequest.of("prompts", f"{len(texts)} different prompts", "at least 2: one is held out")
     return others, held_out
 
 
@@ -165,16 +165,16 @@ def _data(
     target = load_model(order.target, options, watcher.on_status)
     info = target.engine.info
     layers = state_layers(target.engine.state_shape[0]) if order.method in FORMATS else ()
-    count = order.num_examples or len(prompts)
-    recipe = DataRecipe(info.weights_digest, data.digest(prompts), count, order.max_tokens, order.seed, layers=layers)
-    held_out_recipe = replace(recipe, prompts=data.digest(held_out), num_examples=len(held_out), temperatures=(0.0,))
 
-    def examples(name: str, recipe: DataRecipe, prompts: Sequence[TrainingPrompt]) -> list[Example]:
-        dataset = Dataset.at(order.data_home, recipe)
-        dataset.write(target, prompts, partial(watcher.on_data, name))
-        return list(dataset.examples())
+    def written(name: str, prompts: Sequence[TrainingPrompt], count: int, **changes: Any) -> Dataset:
+        recipe = data.recipe(target, prompts, count, order.max_tokens, order.seed)
+        dataset = Dataset(order.data_home, replace(recipe, layers=layers, **changes), prompts)
+        dataset.write(target, partial(watcher.on_data, name))
+        return dataset
 
-    return info, recipe, examples("for training", recipe, prompts), examples("held out", held_out_recipe, held_out)
+    tests = written("held out", held_out, len(held_out), temperatures=(0.0,))  # first: few texts show a wrong prompt
+    learnt = written("for training", prompts, order.num_examples or len(prompts))
+    return info, learnt.recipe, list(learnt.examples()), list(tests.examples())
 
 
 def _method(

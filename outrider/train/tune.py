@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import StartupError
 from outrider.train import data
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
-from outrider.train.data import DataRecipe, Dataset, Example, TrainingPrompt
+from outrider.train.data import Dataset, Example, TrainingPrompt
 from outrider.train.methods.interface import acceptance, accepted_lengths, collate, greedy_targets
 
 _PLACES = 384
@@ -45,11 +45,11 @@ def tune(
 ) -> list[Exit]:
     """Return the early exits of a target, by number of layers."""
     loaded = load_model(target, EngineOptions(device=device, prefix_tokens=0), status)
-    info, cost = loaded.engine.info, loaded.cost
-    recipe = DataRecipe(info.weights_digest, data.digest(prompts), len(prompts), max_tokens, 0, temperatures=(0.0,))
+    cost = loaded.cost
+    recipe = data.recipe(loaded, prompts, len(prompts), max_tokens, 0)
     status("generating text with the target")
-    dataset = Dataset.at(data_home, recipe)
-    dataset.write(loaded, prompts)
+    dataset = Dataset(data_home, replace(recipe, temperatures=(0.0,)), prompts)
+    dataset.write(loaded)
     del loaded
     status("evaluating every layer")
     lengths = _lengths_by_layer(target, list(dataset.examples()), gamma_max, status)

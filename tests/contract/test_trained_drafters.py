@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from outrider.engine.loading.loader import LoadedModel
 from outrider.models.drafter_choice import choose_drafter
-from outrider.protocol.errors import StartupError
+from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.testing.toy_models import make_model
 from outrider.train import data, loop, run
 from outrider.train.artifacts import card as cards
@@ -327,6 +327,23 @@ def test_no_prompt_is_learnt_and_held_out(tmp_path: Path) -> None:
     assert {each.text for each in others}.isdisjoint(each.text for each in held_out)
     assert others
     assert len(held_out) == run._MOST_HELD_OUT
+
+
+def test_one_prompt_that_is_repeated_is_not_enough(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Say one thing."}\n' * 3)
+    with pytest.raises(InvalidRequest, match="prompts is 1 different prompts, must be at least 2"):
+        run._prompts(file)
+
+
+def test_a_held_out_prompt_that_is_too_long_is_told_before_the_others_are_answered(
+    order: TrainingOrder, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "x" * 5000}) + '\n{"prompt": "Say one thing."}\n')
+    with pytest.raises(InvalidRequest, match="tokens in a prompt"):
+        run.train(replace(order, out=tmp_path / "out", prompts=file, data_home=tmp_path / "data"), Watched())
+    assert not list((tmp_path / "data").rglob("*.safetensors"))
 
 
 def test_a_distilled_drafter_learns_every_id_that_it_is_served_with(made: dict[str, Made]) -> None:

@@ -28,12 +28,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture
 def recipe(target: LoadedModel) -> DataRecipe:
-    return DataRecipe(target.engine.info.weights_digest, data.digest(PROMPTS), num_examples=20, max_tokens=10, seed=3)
+    return data.recipe(target, PROMPTS, 20, 10, seed=3)
 
 
 def _written(target: LoadedModel, folder: Path, recipe: DataRecipe) -> list[Example]:
-    dataset = Dataset.at(folder, recipe)
-    dataset.write(target, PROMPTS)
+    dataset = Dataset(folder, recipe, PROMPTS)
+    dataset.write(target)
     return list(dataset.examples())
 
 
@@ -62,14 +62,52 @@ def test_a_killed_run_writes_the_missing_shards_only(
 ) -> None:
     monkeypatch.setattr(data, "SHARD_EXAMPLES", 6)
     whole = _written(target, tmp_path, recipe)
-    dataset = Dataset.at(tmp_path, recipe)
-    (dataset.folder / "shard-00001.safetensors").unlink()
-    (dataset.folder / "shard-00003.safetensors").write_bytes(b"cut")
+    dataset = Dataset(tmp_path, recipe, PROMPTS)
+    shards = sorted(dataset.folder.glob("*.safetensors"))
+    shards[1].unlink()
+    shards[3].write_bytes(b"cut")
     seen: list[data.DataProgress] = []
-    dataset.write(target, PROMPTS, seen.append)
+    dataset.write(target, seen.append)
     assert (seen[0].done, seen[-1].done, len(seen)) == (12, 20, 3)
     assert seen[-1].tokens == sum(len(example.tokens) for example in whole[6:12] + whole[18:])
     assert [each.tokens.tolist() for each in dataset.examples()] == [each.tokens.tolist() for each in whole]
+
+
+def test_a_corrected_prompt_is_answered_again_and_the_others_are_not(
+    target: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are they when prompts are added at the end, or fewer texts are wanted."""
+    monkeypatch.setattr(data, "SHARD_EXAMPLES", 3)
+
+    def counted(prompts: list[TrainingPrompt], count: int) -> int:
+        dataset, seen = (
+            Dataset(tmp_path, data.recipe(target, prompts, count, 10, 3), prompts),
+            list[data.DataProgress](),
+        )
+        dataset.write(target, seen.append)
+        starts = [data.encode(target.tokenizer, prompts[i % len(prompts)].text) for i in range(count)]
+        assert [each.tokens[: each.prompt_length].tolist() for each in dataset.examples()] == starts
+        return count - seen[0].done
+
+    corrected = [*PROMPTS[:4], TrainingPrompt("chat", "Say four things"), *PROMPTS[5:]]
+    assert counted(PROMPTS, 9) == 9
+    assert counted(corrected, 9) == 3
+    assert counted([*corrected, TrainingPrompt("chat", "One more")], 10) == 1
+    assert counted([TrainingPrompt("other kind", prompt.text) for prompt in PROMPTS], 6) == 0
+
+
+def test_texts_of_another_chat_template_are_not_used(
+    target: LoadedModel, recipe: DataRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _written(target, tmp_path, recipe)
+    monkeypatch.setattr(target.tokenizer, "chat_template", "{{ messages[0]['content'] }}!")
+    changed = data.recipe(target, PROMPTS, 20, 10, seed=3)
+    after = _written(target, tmp_path, changed)
+    assert changed != recipe
+    assert [each.prompt_length for each in after] == [len(PROMPTS[i % 9].text) + 1 for i in range(20)]
+    assert [each.tokens.tolist() for each in before] == [
+        each.tokens.tolist() for each in _written(target, tmp_path, recipe)
+    ]
 
 
 def test_texts_are_drawn_at_several_temperatures(target: LoadedModel, recipe: DataRecipe, tmp_path: Path) -> None:
@@ -119,3 +157,9 @@ def test_a_line_that_is_no_prompt_is_told(tmp_path: Path, line: str) -> None:
     file.write_text(f'{{"prompt": "Say something."}}\n{line}\n')
     with pytest.raises(InvalidRequest, match=r"prompts\.jsonl:2"):
         data.read_prompts(file)
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "Say something."}\r\n{"prompt": "caf\xc3\xa9"}\r\n')
+    assert [prompt.text for prompt in data.read_prompts(file)] == ["Say something.", "café"]
