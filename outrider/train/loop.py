@@ -108,15 +108,16 @@ class Training:
     def measure(self) -> dict[str, Any]:
         """Return greedy acceptance on the held-out texts, by kind and over all."""
         self._method.module.eval()
-        lengths: dict[str, torch.Tensor] = {}
+        found: dict[str, torch.Tensor] = {}  # accepted lengths, and how many guesses fit  # each [2, positions]
         for kind, examples in self._held_out.items():
             few = (examples[i : i + 8] for i in range(0, len(examples), 8))
             batches = [collate(each, self._plan.places, self._device) for each in few]
             with self._autocast(), torch.inference_mode():
-                lengths[kind] = torch.cat([self._method.evaluate(batch).flatten().cpu() for batch in batches])
+                pairs = [torch.stack([self._method.evaluate(batch), batch.room]).flatten(1) for batch in batches]
+            found[kind] = torch.cat(pairs, dim=1).cpu()
         self._method.module.train()
-        kinds = {kind: acceptance(each, self._plan.gamma) for kind, each in lengths.items()}
-        overall = {"all": acceptance(torch.cat(list(lengths.values())), self._plan.gamma)}
+        kinds = {kind: acceptance(*each, self._plan.gamma) for kind, each in found.items()}
+        overall = {"all": acceptance(*torch.cat(list(found.values()), dim=1), self._plan.gamma)}
         return overall | kinds | overall  # a kind may have its name
 
     def _train_step(self, batch: Batch) -> float:

@@ -62,7 +62,7 @@ def tune(
 def _lengths_by_layer(
     target: str, examples: Sequence[Example], gamma_max: int, status: Callable[[str], None]
 ) -> list[torch.Tensor]:
-    """Return, per layer, the accepted length of each chain if the model ended there."""
+    """Return, per layer, the accepted length of each chain if the model ended there, and how many guesses fit."""
     source = locate_safetensors(target, status)
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True)
     norm = getattr(model.base_model, "norm", None)
@@ -84,12 +84,13 @@ def _lengths_by_layer(
             guess = target_weights.logits(norm(state[:, 1:]), every).argmax(dim=-1)
             if layer == len(found):
                 found.append([])
-            found[layer].append(accepted_lengths([guess == true] * gamma_max, batch.written).flatten())
-    return [torch.cat(parts) for parts in found]
+            lengths = accepted_lengths([guess == true] * gamma_max, batch.written)
+            found[layer].append(torch.cat([lengths, batch.room]))
+    return [torch.cat(parts, dim=1) for parts in found]
 
 
 def _exit(layers: int, num_exits: int, lengths: torch.Tensor, cost: CostCurve, gamma_max: int) -> Exit:
-    rates = tuple(acceptance(lengths, gamma_max)["acceptance"])
+    rates = tuple(acceptance(*lengths, gamma_max)["acceptance"])
     plain = cost.at(1)
     draft = plain * layers / (num_exits + 1)  # the head's cost is ignored: it equals a layer or two
     best = max(range(1, gamma_max + 1), key=lambda gamma: _speed(rates[:gamma], cost, draft))

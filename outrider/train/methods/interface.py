@@ -51,6 +51,11 @@ class Batch:
         at = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         return (at >= self.outputs[:, None]) & (at < self.lengths[:, None])
 
+    @property
+    def room(self) -> torch.Tensor:
+        """Return how many guesses fit from each position to the end of its text.  # [batch, places]"""
+        return self.lengths[:, None] - torch.arange(self.tokens.shape[1], device=self.tokens.device)
+
 
 def collate(
     examples: Sequence[Example], max_positions: int, device: torch.device, generator: torch.Generator | None = None
@@ -147,15 +152,15 @@ def accepted_guesses(guesses: Sequence[torch.Tensor], target_weights: Embeddings
 
 
 @torch.inference_mode()
-def acceptance(lengths: torch.Tensor, gamma: int) -> dict[str, Any]:
-    """Return acceptance rates by depth and the acceptance length, from `Method.evaluate`, for the card."""
-    lengths = lengths[lengths >= 0]
-    rates = []
-    reached = lengths
+def acceptance(lengths: torch.Tensor, room: torch.Tensor, gamma: int) -> dict[str, Any]:
+    """Return acceptance rates by depth and the acceptance length, for the card.
+
+    `lengths` are those of `Method.evaluate`. A guess beyond the end of its text does not count.
+    """
+    rates, reached, length = [], 1.0, 1.0
     for depth in range(gamma):
-        rates.append(float((reached > depth).float().mean()) if len(reached) else 0.0)
-        reached = reached[reached > depth]
-    return {
-        "acceptance": [round(rate, 4) for rate in rates],
-        "acceptance_length": round(1.0 + float(lengths.clamp(max=gamma).float().mean()), 4),
-    }
+        tried = lengths[(lengths >= depth) & (room > depth)]
+        rates.append(float((tried > depth).float().mean()) if len(tried) else 0.0)
+        reached *= rates[-1]
+        length += reached
+    return {"acceptance": [round(rate, 4) for rate in rates], "acceptance_length": round(length, 4)}
