@@ -6,8 +6,10 @@ example has a seed of its own, so the data do not depend on interruptions. A sha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +34,7 @@ SHARD_EXAMPLES = 64
 _SESSIONS = 64  # generated together
 _PREFILL_TOKENS = 512
 _RECIPE = "recipe.json"
+_ABANDONED_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,10 @@ class Dataset:
     def write(self, target: LoadedModel, progress: Callable[[DataProgress], None] = lambda _: None) -> None:
         """Generate the missing shards with the target."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        for unfinished in self.folder.glob(".shard-*"):
+            with contextlib.suppress(FileNotFoundError):  # another run may write here, but no shard takes so long
+                if time.time() - unfinished.stat().st_mtime > _ABANDONED_S:
+                    unfinished.unlink()
         with atomic_write(self.folder / _RECIPE) as file:
             file.write_text(json.dumps(self._described, indent=2))
         missing = [shard for shard in self._shards if not _is_complete(self._path(shard))]

@@ -236,5 +236,7 @@ def _locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise StartupError(f"another training run uses {folder}", field="out", value=str(folder)) from error
+        for unfinished in folder.glob(f".{loop.CHECKPOINT}.*"):  # of a run that was killed
+            unfinished.unlink()
         yield
     (folder / ".lock").unlink(missing_ok=True)

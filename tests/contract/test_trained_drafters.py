@@ -126,6 +126,8 @@ def test_killed_and_resumed_ends_as_if_it_had_not_been(
     for step in (2, 5):
         with pytest.raises(KeyboardInterrupt):
             run.train(mine, Watched(die_at=step))
+    begun = mine.out / f".{loop.CHECKPOINT}.77"  # by a process that was killed
+    begun.write_bytes(b"begun")
     watched = Watched()
     card = run.train(mine, watched)
     assert watched.reports[0].step > 5, "it went on from where it was"
@@ -133,6 +135,7 @@ def test_killed_and_resumed_ends_as_if_it_had_not_been(
     assert card.data == whole.data
     assert {**card.training, "minutes": 0} == {**whole.training, "minutes": 0}
     assert card.metrics == whole.metrics, "the same steps in the same order"
+    assert not begun.exists()
 
 
 def test_a_trained_drafter_is_continued(order: TrainingOrder, made: dict[str, Made]) -> None:

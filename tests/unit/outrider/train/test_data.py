@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +73,19 @@ def test_a_killed_run_writes_the_missing_shards_only(
     assert (seen[0].done, seen[-1].done, len(seen)) == (12, 20, 3)
     assert seen[-1].tokens == sum(len(example.tokens) for example in whole[6:12] + whole[18:])
     assert [each.tokens.tolist() for each in dataset.examples()] == [each.tokens.tolist() for each in whole]
+
+
+def test_what_a_killed_run_had_begun_to_write_is_removed(
+    target: LoadedModel, recipe: DataRecipe, tmp_path: Path
+) -> None:
+    """After an hour: until then another run may be writing it."""
+    _written(target, tmp_path, recipe)
+    folder = Dataset(tmp_path, recipe, PROMPTS).folder
+    for name, age_s in ((".shard-00000-a.safetensors.77", 4000), (".shard-00001-b.safetensors.78", 60)):
+        (folder / name).write_bytes(b"begun")
+        os.utime(folder / name, (time.time() - age_s,) * 2)
+    _written(target, tmp_path, recipe)
+    assert [path.name for path in folder.glob(".*")] == [".shard-00001-b.safetensors.78"]
 
 
 def test_a_corrected_prompt_is_answered_again_and_the_others_are_not(
