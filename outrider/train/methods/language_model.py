@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.protocol.errors import StartupError
@@ -27,6 +25,8 @@ class LanguageMethod:
         self.shape = shape
         self._target_weights, self._drafted = target_weights, target_weights.cut(ids)
         self._ids = ids
+        head: Any = model.get_output_embeddings()
+        self._own_head = head.weight.requires_grad  # else the target's
 
     def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
         chosen = sample_positions(batch, generator)
@@ -49,9 +49,11 @@ class LanguageMethod:
         return states[:, 1:]
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        if not self._own_head:
+            return self._drafted.logits(states.to(self._drafted.head), slice(None))
         head: Any = self.module.get_output_embeddings()
-        logits: torch.Tensor = states @ head.weight[self._ids].to(states.dtype).T
-        return logits if head.bias is None else logits + head.bias[self._ids]
+        own: torch.Tensor = states @ head.weight[self._ids].to(states.dtype).T
+        return own
 
 
 def early_exit(inputs: TrainingInputs, *, exit_layers: int, layers: int) -> LanguageMethod:
@@ -64,17 +66,22 @@ def early_exit(inputs: TrainingInputs, *, exit_layers: int, layers: int) -> Lang
     if exit_layers + layers > len(own_layers):
         limit = f"at most {len(own_layers) - layers} beside {layers} trained ones"
         raise StartupError.of("exit_layers", exit_layers, limit)
-    kept = [*own_layers[:exit_layers], *(copy.deepcopy(layer) for layer in own_layers[-layers:])]
-    for index, layer in enumerate(kept):
-        layer.self_attn.layer_idx = index
-    body.layers = nn.ModuleList(kept)
     config = target.config.get_text_config()
-    config.num_hidden_layers = len(kept)
+    config.num_hidden_layers = exit_layers + layers
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: len(kept)]
+        config.layer_types = config.layer_types[: exit_layers + layers]
+    body.layers = own_layers[:exit_layers]
+    for index, last in enumerate(own_layers[-layers:], exit_layers):
+        layer = type(own_layers[index])(config, index)  # its window and rotation are those of its place, as served
+        try:
+            layer.load_state_dict(last.state_dict())
+        except RuntimeError as error:
+            message = f"its last layers have other weights than layer {index + 1}"
+            raise StartupError.of("exit_layers", exit_layers, "another number", f": {message}") from error
+        body.layers.append(layer)
     for weight in target.parameters():
         weight.requires_grad_(requires_grad=False)
-    for part in (*kept[exit_layers:], body.norm):
+    for part in (*body.layers[exit_layers:], body.norm):
         part.requires_grad_(requires_grad=True)
     return LanguageMethod(target, inputs.target_weights, inputs.ids, {"exit_layers": exit_layers, "layers": layers})
 
