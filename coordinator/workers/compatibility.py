@@ -51,8 +51,9 @@ class Compatibility:
     def other_vocabulary(self, info: WorkerInfo) -> Vocabulary | None:
         """Return a vocabulary of the targets to compare a drafter's with, if none of them has the drafter's."""
         first = self._targets.first
-        alone = info.role is Role.VERIFIER or any(shares_vocabulary(info.model, known.info) for known in self._targets)
-        return None if first is None or alone else first.vocabulary
+        nothing = info.role is Role.VERIFIER or not info.model.vocabulary_digest
+        alike = nothing or any(shares_vocabulary(info.model, known.info) for known in self._targets)
+        return None if first is None or alike else first.vocabulary
 
     def identity(self, model: ModelInfo) -> str:
         """Return what the verifiers of one target have in common."""

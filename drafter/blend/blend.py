@@ -119,6 +119,7 @@ class BlendDrafter:
         self._models = [name for name in members if name not in self._proposers]
         self._state_members = [name for name, member in members.items() if member.needs_hidden_states]
         self.reads_context = any(getattr(member, "reads_context", False) for member in members.values())
+        self.target_width = max(getattr(member, "target_width", 0) for member in members.values())
         _check_same_target(self._members)
         self.vocabulary: Vocabulary | None = next(
             (member.vocabulary for member in members.values() if member.vocabulary is not None), None

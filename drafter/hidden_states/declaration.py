@@ -34,7 +34,9 @@ class StateDeclaration:
         final = FINAL_STATES if self._projection is None else self._projection.spec
         spec = replace(final, float8=settings.feature_dtype == "fp8")
         earlier = earlier_positions(drafter, settings.kv_tokens)
-        return replace(about, state_spec=None if spec == FINAL_STATES else spec, earlier_states=earlier)
+        declared = None if spec == FINAL_STATES else spec
+        width = getattr(drafter, "target_width", 0)
+        return replace(about, state_spec=declared, earlier_states=earlier, state_width=width)
 
     async def GetProjection(
         self, request: pb.GetProjectionRequest, context: Call

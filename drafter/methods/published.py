@@ -38,10 +38,13 @@ class PublishedDrafter:
     reads_context = True
     projection: PackedProjection  # only of a drafter that reads the states of several layers
 
-    def __init__(self, rows: EagleDrafter | BlockDrafter, width: int, projection: PackedProjection | None) -> None:
+    def __init__(
+        self, rows: EagleDrafter | BlockDrafter, width: int, projection: PackedProjection | None, target_width: int
+    ) -> None:
         self.info = rows.info
         self.vocabulary: Vocabulary | None = None  # it fits every target of its width and vocabulary size
         self._rows = rows
+        self.target_width = target_width  # of hidden states, before the projection
         self._width = width
         self._projected = projection is not None
         self._told = False
@@ -85,7 +88,7 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Publishe
     else:
         engine = RowEngine(module, settings.kv_tokens)
         rows = EagleDrafter(engine, engine, info, candidates)
-    return PublishedDrafter(rows, module.shape.hidden, checkpoint.projection(target))
+    return PublishedDrafter(rows, module.shape.hidden, checkpoint.projection(target), module.needs.hidden)
 
 
 def _open(name: str) -> PublishedCheckpoint:
@@ -109,5 +112,6 @@ def _info(checkpoint: PublishedCheckpoint, module: PublishedModule) -> ModelInfo
         name=f"{checkpoint.format.name} {checkpoint.folder.name}",
         fingerprint=digest.hexdigest()[:32],
         architecture=checkpoint.format.name,
+        vocab_size=module.needs.vocab,
         parameters=sum(weight.numel() for weight in module.parameters()),
     )

@@ -64,5 +64,5 @@ class WorkerInfo:
     machine: str = ""  # equal on one machine
     state_spec: StateSpec | None = None  # of a drafter with hidden_states; None: after the final norm, float16
     state_layers: int = 0  # of a verifier: decoder layers whose states it can send
-    state_width: int = 0
+    state_width: int = 0  # of such a state: a verifier's own, or what a drafter needs; 0: unknown, any
     earlier_states: int = 0  # of a drafter with hidden_states: positions before the first verdict's that it reads

@@ -634,7 +634,7 @@ class Worker(google.protobuf.message.Message):
     state_layers: builtins.int
     """verifiers: decoder layers whose states they can send; 0: only after the final norm"""
     state_width: builtins.int
-    """verifiers: values of such a state"""
+    """values of such a state: a verifier's, or those that a drafter needs; 0: unknown, any"""
     earlier_states: builtins.int
     """drafters with hidden_states: positions before those of the first verdict whose states"""
     @property

@@ -68,6 +68,9 @@ class ProjectionDelivery:
             await cancel_all(list(self._running.values()))
 
     def _obstacle(self, verifier: WorkerInfo, drafter: WorkerInfo) -> str:
+        if not alike(drafter, verifier):
+            theirs = f"verifier {verifier.address} sends those of width {verifier.state_width}"
+            return f"it reads hidden states of a target of width {drafter.state_width}; {theirs}"
         spec = drafter.state_spec
         if spec is None:
             return ""
@@ -113,6 +116,11 @@ class ProjectionDelivery:
             await asyncio.sleep(RETRY_S)
         finally:
             del self._running[pair]
+
+
+def alike(drafter: WorkerInfo, verifier: WorkerInfo) -> bool:
+    """Return whether a target's states are as wide as a drafter needs them, as far as both are known."""
+    return 0 in (drafter.state_width, verifier.state_width) or drafter.state_width == verifier.state_width
 
 
 def _delivery(verifier: WorkerInfo, spec: StateSpec) -> tuple[str, StateSpec]:

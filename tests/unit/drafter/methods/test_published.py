@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from drafter.hidden_states.declaration import StateDeclaration
 from drafter.interface import Drafter, DraftRequest, ReadsLayers
-from drafter.methods import published_blocks
+from drafter.methods import published_blocks, registry
 from drafter.methods.published import make
 from drafter.published.dflash import PublishedDflash, PublishedDspark
 from drafter.published.eagle3 import PublishedPeagle
@@ -23,6 +24,7 @@ from drafter.published.rows import RowBatch, SessionRows
 from outrider.hidden_states.projection import Projection
 from outrider.hidden_states.rows import encode
 from outrider.protocol.errors import ModelMismatch, StartupError
+from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import Guess
@@ -30,7 +32,7 @@ from outrider.settings.drafter import DrafterSettings
 from outrider.testing.toy_models import make_model
 from outrider.train.artifacts.embeddings_and_head import read_embeddings_and_head
 from tests.emulated_cuda import emulated_cuda
-from tests.published import CASES, DRAFT_VOCAB, HIDDEN, VOCAB, weights_of, write
+from tests.published import CASES, DRAFT_VOCAB, HIDDEN, VOCAB, target_hidden, weights_of, write
 
 PROMPT = [3, 17, 8, 55, 21, 9, 30, 4]
 MTP = ("mimo-mtp", "deepseek-mtp", "glm-mtp", "qwen-mtp", "mtp-speculators")
@@ -257,6 +259,20 @@ def test_the_projection_for_the_verifier_is_that_of_the_module(name: str, tmp_pa
 
 def test_drafters_on_final_states_declare_no_projection(tmp_path: Path, target: str) -> None:
     assert not isinstance(drafter_of("eagle", tmp_path, target), ReadsLayers)
+
+
+@pytest.mark.parametrize("kind", ["published", "suffix+published"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash"])
+def test_a_drafter_declares_the_width_and_the_vocabulary_of_its_target(
+    name: str, kind: str, tmp_path: Path, target: str
+) -> None:
+    """So that coordinators refuse it for other targets, whose states and ids it could not read."""
+    checkpoint = CASES[name](tmp_path / "drafter")
+    settings = DrafterSettings(kind=kind, model=str(checkpoint), target=target, device="cpu")
+    made = registry.make(settings, lambda _: None)
+    info = WorkerInfo("d", Role.DRAFTER, "here", made.info, hidden_states=True)
+    assert StateDeclaration().declare(info, made, settings).state_width == target_hidden(checkpoint)
+    assert (made.info.vocab_size, made.info.vocabulary_digest) == (VOCAB, "")
 
 
 @pytest.mark.parametrize(("name", "number", "width"), [("eagle3", 0, HIDDEN), ("eagle3", 1, 64), ("eagle", 0, 64)])

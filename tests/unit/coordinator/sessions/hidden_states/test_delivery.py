@@ -13,6 +13,7 @@ import torch
 
 from coordinator.sessions.hidden_states import delivery as module
 from coordinator.sessions.hidden_states.delivery import ProjectionDelivery
+from coordinator.sessions.hidden_states.session_states import SessionStates
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.known_workers import KnownWorkers
 from drafter.hidden_states.declaration import StateDeclaration
@@ -104,6 +105,26 @@ async def test_one_digest_with_other_layers_is_not_delivered_but_refused() -> No
         assert not delivery.feeds(verifier, spec)
         assert delivery.feeds(verifier, spec_of(drafter))
         await workers.drop("e")
+
+
+@pytest.mark.parametrize("projected", [True, False])
+async def test_a_drafter_of_a_target_of_another_width_is_refused_and_never_asked(*, projected: bool) -> None:
+    async with delivering() as (delivery, workers, verifier, drafter):
+        spec = spec_of(drafter) if projected else None
+        fitting = replace(drafter, state_spec=spec, state_width=WIDTH)
+        wide = replace(fitting, worker_id="w", state_width=2 * WIDTH)
+        await workers.put(fitting)
+        assert await until(lambda: not projected or delivery.feeds(verifier, spec_of(drafter)), 20)
+        states = SessionStates(delivery)
+        states.begin(verifier)
+        assert [states.accepts(each) for each in (fitting, replace(fitting, state_width=0), wide)] == [
+            True,
+            True,
+            False,
+        ]
+        delivery.check(fitting)
+        with pytest.raises(ModelMismatch, match=r"of a target of width 8; verifier \S+ sends those of width 4"):
+            delivery.check(wide)
 
 
 async def test_a_transfer_that_ended_early_is_tried_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +43,18 @@ def test_drafters_find_their_targets_by_digest(given: ModelInfo, fitting: str) -
     else:
         with pytest.raises(ModelMismatch):
             check_drafter(given, TARGETS)
+
+
+def test_a_drafter_without_a_vocabulary_may_know_how_many_ids_it_has() -> None:
+    """As a published one: it would guess ids that the target lacks, or fail on those that it lacks itself."""
+    sized = [replace(SMALL, vocab_size=100), replace(OTHER, vocab_size=120)]
+    known = [Target(info, NOTHING, NOTHING, NOTHING, info.fingerprint) for info in sized]
+    given = replace(drafter(), vocab_size=120)
+    assert [fits(given, info) for info in (*sized, SMALL)] == [False, True, True]
+    assert fits(replace(drafter("words"), vocab_size=120), sized[0]), "the digest decides"
+    check_drafter(given, known)
+    with pytest.raises(ModelMismatch, match=r"^drafter d has another vocabulary than target small: 120 ids, not 100$"):
+        check_drafter(given, known[:1])
 
 
 def test_one_that_fits_no_target_is_told_why() -> None:
