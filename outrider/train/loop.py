@@ -116,8 +116,8 @@ class Training:
                 pairs = [torch.stack([self._method.evaluate(batch), batch.room]).flatten(1) for batch in batches]
             found[kind] = torch.cat(pairs, dim=1).cpu()
         self._method.module.train()
-        kinds = {kind: acceptance(*each, self._plan.gamma) for kind, each in found.items()}
-        overall = {"all": acceptance(*torch.cat(list(found.values()), dim=1), self._plan.gamma)}
+        kinds = {kind: acceptance(each, self._plan.gamma) for kind, each in found.items()}
+        overall = {"all": acceptance(torch.cat(list(found.values()), dim=1), self._plan.gamma)}
         return overall | kinds | overall  # a kind may have its name
 
     def _train_step(self, batch: Batch) -> float:

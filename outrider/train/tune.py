@@ -90,7 +90,7 @@ def _lengths_by_layer(
 
 
 def _exit(layers: int, num_exits: int, lengths: torch.Tensor, cost: CostCurve, gamma_max: int) -> Exit:
-    rates = tuple(acceptance(*lengths, gamma_max)["acceptance"])
+    rates = tuple(acceptance(lengths, gamma_max)["acceptance"])
     plain = cost.at(1)
     draft = plain * layers / (num_exits + 1)  # the head's cost is ignored: it equals a layer or two
     best = max(range(1, gamma_max + 1), key=lambda gamma: _speed(rates[:gamma], cost, draft))

@@ -152,11 +152,12 @@ def accepted_guesses(guesses: Sequence[torch.Tensor], target_weights: Embeddings
 
 
 @torch.inference_mode()
-def acceptance(lengths: torch.Tensor, room: torch.Tensor, gamma: int) -> dict[str, Any]:
+def acceptance(found: torch.Tensor, gamma: int) -> dict[str, Any]:
     """Return acceptance rates by depth and the acceptance length, for the card.
 
-    `lengths` are those of `Method.evaluate`. A guess beyond the end of its text does not count.
+    `found` has the lengths of `Method.evaluate`, and `Batch.room`: a guess beyond the end of its text does not count.
     """
+    lengths, room = found.unbind()
     rates, reached, length = [], 1.0, 1.0
     for depth in range(gamma):
         tried = lengths[(lengths >= depth) & (room > depth)]

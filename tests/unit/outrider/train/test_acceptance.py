@@ -21,7 +21,7 @@ def batch_of(*sizes: tuple[int, int]) -> Batch:
 
 def measured(batch: Batch, right: torch.Tensor) -> dict[str, Any]:
     """Return the acceptance of a drafter whose guesses of the token after a position are right there."""
-    return acceptance(accepted_lengths([right] * GAMMA, batch.written), batch.room, GAMMA)
+    return acceptance(torch.stack([accepted_lengths([right] * GAMMA, batch.written), batch.room]), GAMMA)
 
 
 @pytest.mark.parametrize("sizes", [[(5, 3)], [(5, 9)], [(3, 4), (6, 12)]])
