@@ -50,10 +50,9 @@ class Compatibility:
 
     def other_vocabulary(self, info: WorkerInfo) -> Vocabulary | None:
         """Return a vocabulary of the targets to compare a drafter's with, if none of them has the drafter's."""
-        first = self._targets.first
-        nothing = info.role is Role.VERIFIER or not info.model.vocabulary_digest
-        alike = nothing or any(shares_vocabulary(info.model, known.info) for known in self._targets)
-        return None if first is None or alike else first.vocabulary
+        first, model = self._targets.first, info.model
+        alone = not model.vocabulary_digest or any(shares_vocabulary(model, known.info) for known in self._targets)
+        return None if first is None or alone or info.role is Role.VERIFIER else first.vocabulary
 
     def identity(self, model: ModelInfo) -> str:
         """Return what the verifiers of one target have in common."""

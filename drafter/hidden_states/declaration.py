@@ -34,9 +34,8 @@ class StateDeclaration:
         final = FINAL_STATES if self._projection is None else self._projection.spec
         spec = replace(final, float8=settings.feature_dtype == "fp8")
         earlier = earlier_positions(drafter, settings.kv_tokens)
-        declared = None if spec == FINAL_STATES else spec
-        width = getattr(drafter, "target_width", 0)
-        return replace(about, state_spec=declared, earlier_states=earlier, state_width=width)
+        about = replace(about, earlier_states=earlier, state_width=getattr(drafter, "target_width", 0))
+        return replace(about, state_spec=None if spec == FINAL_STATES else spec)
 
     async def GetProjection(
         self, request: pb.GetProjectionRequest, context: Call

@@ -66,3 +66,7 @@ class WorkerInfo:
     state_layers: int = 0  # of a verifier: decoder layers whose states it can send
     state_width: int = 0  # of such a state: a verifier's own, or what a drafter needs; 0: unknown, any
     earlier_states: int = 0  # of a drafter with hidden_states: positions before the first verdict's that it reads
+
+    def reads_width_of(self, verifier: WorkerInfo) -> bool:
+        """Return whether a verifier's states are as wide as this drafter needs them, as far as both are known."""
+        return 0 in (self.state_width, verifier.state_width) or self.state_width == verifier.state_width

@@ -68,11 +68,12 @@ class ProjectionDelivery:
             await cancel_all(list(self._running.values()))
 
     def _obstacle(self, verifier: WorkerInfo, drafter: WorkerInfo) -> str:
-        if not alike(drafter, verifier):
-            theirs = f"verifier {verifier.address} sends those of width {verifier.state_width}"
-            return f"it reads hidden states of a target of width {drafter.state_width}; {theirs}"
-        spec = drafter.state_spec
-        if spec is None:
+        if not drafter.reads_width_of(verifier):
+            widths = (
+                f"width {drafter.state_width}; verifier {verifier.address} sends those of width {verifier.state_width}"
+            )
+            return f"it reads hidden states of a target of {widths}"
+        if (spec := drafter.state_spec) is None:
             return ""
         if max(spec.layers, default=0) > verifier.state_layers:
             sent = f"those of up to {verifier.state_layers} layers" if verifier.state_layers else "only the final ones"
@@ -116,11 +117,6 @@ class ProjectionDelivery:
             await asyncio.sleep(RETRY_S)
         finally:
             del self._running[pair]
-
-
-def alike(drafter: WorkerInfo, verifier: WorkerInfo) -> bool:
-    """Return whether a target's states are as wide as a drafter needs them, as far as both are known."""
-    return 0 in (drafter.state_width, verifier.state_width) or drafter.state_width == verifier.state_width
 
 
 def _delivery(verifier: WorkerInfo, spec: StateSpec) -> tuple[str, StateSpec]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coordinator.sessions.hidden_states.delivery import ProjectionDelivery, alike
+from coordinator.sessions.hidden_states.delivery import ProjectionDelivery
 from coordinator.sessions.hidden_states.window import HiddenStateWindow
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.fleet import WorkerInfo
@@ -31,7 +31,7 @@ class SessionStates:
 
     def accepts(self, drafter: WorkerInfo) -> bool:
         """Return whether the verifier sends what a drafter reads."""
-        if self._verifier is not None and not alike(drafter, self._verifier):
+        if self._verifier is not None and not drafter.reads_width_of(self._verifier):
             return False
         if drafter.state_spec is None:
             return True

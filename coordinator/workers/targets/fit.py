@@ -15,10 +15,8 @@ def fits(drafter: ModelInfo, target: ModelInfo) -> bool:
 
 
 def shares_vocabulary(drafter: ModelInfo, target: ModelInfo) -> bool:
-    """Return whether a drafter's ids are the target's; one without a digest knows at most how many there are."""
-    if drafter.vocabulary_digest:
-        return drafter.vocabulary_digest == target.vocabulary_digest
-    return 0 in (drafter.vocab_size, target.vocab_size) or drafter.vocab_size == target.vocab_size
+    own, size = drafter.vocabulary_digest, drafter.vocab_size
+    return own == target.vocabulary_digest if own else size in (0, target.vocab_size or size)
 
 
 def check_drafter(drafter: ModelInfo, targets: Iterable[Target]) -> None:
@@ -29,9 +27,7 @@ def check_drafter(drafter: ModelInfo, targets: Iterable[Target]) -> None:
     alike = [target for target in known if shares_vocabulary(drafter, target)]
     names = ", ".join(target.name for target in alike or known)
     if not alike:
-        sizes = f"{drafter.vocab_size:,} ids, not {', '.join(f'{target.vocab_size:,}' for target in known)}"
-        why = "" if drafter.vocabulary_digest else f": {sizes}"
-        raise ModelMismatch(f"drafter {drafter.name} has another vocabulary than target {names}{why}")
+        raise ModelMismatch(f"drafter {drafter.name} has another vocabulary than target {names}")
     raise ModelMismatch(
         f"drafter {drafter.name} was trained for another target than {names}: its guesses would fail. Train "
         "one for this target with `outrider train`",

@@ -53,7 +53,7 @@ def test_a_drafter_without_a_vocabulary_may_know_how_many_ids_it_has() -> None:
     assert [fits(given, info) for info in (*sized, SMALL)] == [False, True, True]
     assert fits(replace(drafter("words"), vocab_size=120), sized[0]), "the digest decides"
     check_drafter(given, known)
-    with pytest.raises(ModelMismatch, match=r"^drafter d has another vocabulary than target small: 120 ids, not 100$"):
+    with pytest.raises(ModelMismatch, match=r"^drafter d has another vocabulary than target small$"):
         check_drafter(given, known[:1])
 
 
