@@ -41,8 +41,7 @@ def target_mismatch(known: Target, info: WorkerInfo) -> ModelMismatch:
     """Return the error of a verifier whose target has the name of another one."""
     ours, theirs = known.info, info.model
     for name in ("architecture", "vocab_size", "vocabulary_digest", "dtype", "parameters", "fingerprint"):
-        mine, other = getattr(ours, name), getattr(theirs, name)
-        if mine != other:
+        if (mine := getattr(ours, name)) != (other := getattr(theirs, name)):
             return ModelMismatch(
                 f"verifier {info.worker_id} serves {theirs.name}, the others {ours.name}; first difference: "
                 f"{name} is {other}, must be {mine}",
