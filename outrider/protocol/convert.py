@@ -145,6 +145,10 @@ def varint_bytes(value: int) -> int:
     return max(1, (value.bit_length() + 6) // 7)
 
 
+def state_spec_to_proto(spec: StateSpec) -> common.StateSpec:
+    return common.StateSpec(**_outgoing(spec))
+
+
 def state_spec_from_proto(proto: common.StateSpec) -> StateSpec:
     """Return the spec; raise InvalidRequest for one that no drafter can have."""
     check_count("state_spec.layers", len(proto.layers), MAX_STATE_LAYERS, "layers")

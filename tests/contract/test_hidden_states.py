@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from outrider.engine.loading.loader import LoadedModel
-from outrider.hidden_states.parts import projection_parts, spec_to_proto
+from outrider.hidden_states.parts import projection_parts
 from outrider.hidden_states.projection import PackedProjection, Projection
 from outrider.hidden_states.rows import decode
 from outrider.protocol import convert
@@ -59,7 +59,7 @@ async def put(address: str, spec: StateSpec, data: bytes) -> list[bool]:
 
 def asked(*specs: StateSpec) -> common.StateSpecs:
     """Return these states, numbered from 1 on."""
-    given = [spec_to_proto(replace(spec, number=number)) for number, spec in enumerate(specs, 1)]
+    given = [convert.state_spec_to_proto(replace(spec, number=number)) for number, spec in enumerate(specs, 1)]
     return common.StateSpecs(specs=given)
 
 
@@ -151,7 +151,7 @@ async def test_a_held_projection_of_other_layers_is_refused_and_the_steps_go_on(
 
 
 async def test_a_claim_of_ten_gigabytes_is_refused(verifier: str, packed: PackedProjection) -> None:
-    head = common.ProjectionHead(spec=spec_to_proto(packed.spec), size=10 << 30)
+    head = common.ProjectionHead(spec=convert.state_spec_to_proto(packed.spec), size=10 << 30)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await put_parts(verifier, iter([common.ProjectionPart(head=head)]))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -17,7 +17,7 @@ from coordinator.workers.known_workers import KnownWorkers
 from coordinator.workers.targets.fit import fits
 from coordinator.workers.worker_connection import WorkerConnection, worker_error
 from outrider.base.aio import cancel_all
-from outrider.hidden_states.parts import spec_to_proto
+from outrider.protocol.convert import state_spec_to_proto
 from outrider.protocol.errors import InvalidRequest, ModelMismatch, OutriderError, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.protocol.hidden_states.messages import StateSpec
@@ -69,10 +69,8 @@ class ProjectionDelivery:
 
     def _obstacle(self, verifier: WorkerInfo, drafter: WorkerInfo) -> str:
         if not drafter.reads_width_of(verifier):
-            widths = (
-                f"width {drafter.state_width}; verifier {verifier.address} sends those of width {verifier.state_width}"
-            )
-            return f"it reads hidden states of a target of {widths}"
+            theirs = f"verifier {verifier.address} sends those of width {verifier.state_width}"
+            return f"it reads hidden states of a target of width {drafter.state_width}; {theirs}"
         if (spec := drafter.state_spec) is None:
             return ""
         if max(spec.layers, default=0) > verifier.state_layers:
@@ -133,7 +131,7 @@ async def _relay(verifier: WorkerConnection, drafter: WorkerConnection, spec: St
         if head.WhichOneof("message") != "head":
             raise ProtocolViolation(f"{drafter.info.address} sent a projection without its head")
         size = head.head.size
-        declared = common.ProjectionHead(spec=spec_to_proto(spec), size=size)
+        declared = common.ProjectionHead(spec=state_spec_to_proto(spec), size=size)
         await _write(verifier, taken, common.ProjectionPart(head=declared))
         if (await _read(verifier, taken)).wanted:
             while size > 0:
