@@ -7,8 +7,7 @@ reads further settings (sampling, headers, batching) from its own OTEL_ variable
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -75,23 +74,20 @@ def make_tracing(endpoint: str, service: str) -> Tracing:
 
 
 class _Recorded(Span):
-    def __init__(
-        self, span: OtelSpan, tracer: Tracer, propagator: TraceContextTextMapPropagator, clock: Callable[[], int]
-    ) -> None:
+    def __init__(self, span: OtelSpan, tracer: Tracer, propagator: TraceContextTextMapPropagator) -> None:
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
         self._span = span
         self._tracer = tracer
         self._propagator = propagator
-        self._clock = clock
         self._context = set_span_in_context(span, Context())
 
     def child(self, name: str, attributes: Attributes) -> Span:
         from opentelemetry.trace import SpanKind
 
-        span = self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes, start_time=self._clock())
-        return _Recorded(span, self._tracer, self._propagator, self._clock)
+        span = self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes)
+        return _Recorded(span, self._tracer, self._propagator)
 
     def carrier(self) -> dict[str, str]:
         carrier: dict[str, str] = {}
@@ -102,7 +98,7 @@ class _Recorded(Span):
         self._span.set_attributes(attributes)
 
     def event(self, name: str, attributes: Attributes | None = None) -> None:
-        self._span.add_event(name, attributes, self._clock())
+        self._span.add_event(name, attributes)
 
     def failed(self, reason: str) -> None:
         from opentelemetry.trace import Status, StatusCode
@@ -110,7 +106,7 @@ class _Recorded(Span):
         self._span.set_status(Status(StatusCode.ERROR, reason))
 
     def end(self) -> None:
-        self._span.end(self._clock())
+        self._span.end()
 
 
 class _Exported(Tracing):
@@ -138,9 +134,9 @@ class _Exported(Tracing):
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
-        parent, clock = self._propagator.extract(carrier, Context()), _steady_clock()
-        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=clock())
-        return _Recorded(span, self._tracer, self._propagator, clock)
+        parent = self._propagator.extract(carrier, Context())
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)
+        return _Recorded(span, self._tracer, self._propagator)
 
     async def close(self) -> None:
         # The thread is abandoned if the collector does not answer.
@@ -148,15 +144,6 @@ class _Exported(Tracing):
         sending.start()
         if not await until(lambda: not sending.is_alive(), FLUSH_S):
             log.warning("last spans not sent: collector does not answer")
-
-
-def _steady_clock() -> Callable[[], int]:
-    """Return a clock for one request: the time of day at its start, and what has passed since, in nanoseconds.
-
-    A step of the system's clock would give spans that end before they start.
-    """
-    offset = time.time_ns() - time.monotonic_ns()
-    return lambda: offset + time.monotonic_ns()
 
 
 def _url(endpoint: str) -> str:
