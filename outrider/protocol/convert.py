@@ -95,6 +95,10 @@ logprobs_to_proto, logprobs_from_proto = _pair(TokenLogprobs, verifier.TokenLogp
 hidden_states_to_proto, hidden_states_from_proto = _pair(HiddenStates, common.HiddenStates)
 model_to_proto, model_from_proto = _pair(ModelInfo, common.ModelInfo)
 stats_to_proto, stats_from_proto = _pair(GenerationStats, coordinator.Stats)
+load_to_proto = _pair(WorkerLoad, common.WorkerLoad)[0]
+worker_to_proto = _pair(WorkerInfo, coordinator.Worker)[0]
+state_spec_to_proto = _pair(StateSpec, common.StateSpec)[0]  # the way back checks them
+server_info_from_proto = _pair(ServerInfo, coordinator.ServerInfo)[1]
 
 
 def distribution_to_proto(distribution: Distribution) -> common.Distribution:
@@ -145,20 +149,12 @@ def varint_bytes(value: int) -> int:
     return max(1, (value.bit_length() + 6) // 7)
 
 
-def state_spec_to_proto(spec: StateSpec) -> common.StateSpec:
-    return common.StateSpec(**_outgoing(spec))
-
-
 def state_spec_from_proto(proto: common.StateSpec) -> StateSpec:
     """Return the spec; raise InvalidRequest for one that no drafter can have."""
     check_count("state_spec.layers", len(proto.layers), MAX_STATE_LAYERS, "layers")
     spec: StateSpec = _incoming(StateSpec, proto)
     spec.check("state_spec")
     return spec
-
-
-def load_to_proto(load: WorkerLoad) -> common.WorkerLoad:
-    return common.WorkerLoad(**_outgoing(load))
 
 
 def load_from_proto(proto: common.WorkerLoad) -> WorkerLoad:
@@ -178,18 +174,10 @@ def _cost_from_proto(proto: common.CostCurve) -> CostCurve:
     return CostCurve(rows, ms)
 
 
-def worker_to_proto(worker: WorkerInfo) -> coordinator.Worker:
-    return coordinator.Worker(**_outgoing(worker))
-
-
 def worker_from_proto(proto: coordinator.Worker) -> WorkerInfo:
     if int(proto.role) not in set(Role):
         raise InvalidRequest.of("worker.role", proto.role, "ROLE_VERIFIER or ROLE_DRAFTER")
     return _incoming(WorkerInfo, proto)
-
-
-def server_info_from_proto(proto: coordinator.ServerInfo) -> ServerInfo:
-    return _incoming(ServerInfo, proto)
 
 
 def error_to_proto(error: OutriderError) -> common.Error:
