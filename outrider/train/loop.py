@@ -108,7 +108,7 @@ class Training:
     def measure(self) -> dict[str, Any]:
         """Return greedy acceptance on the held-out texts, by kind and over all."""
         self._method.module.eval()
-        found: dict[str, torch.Tensor] = {}  # accepted lengths, and how many guesses fit  # each [2, positions]
+        found: dict[str, torch.Tensor] = {}  # accepted lengths and how many guesses fit: [2, positions]
         for kind, examples in self._held_out.items():
             few = (examples[i : i + 8] for i in range(0, len(examples), 8))
             batches = [collate(each, self._plan.places, self._device) for each in few]
