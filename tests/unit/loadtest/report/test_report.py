@@ -225,6 +225,7 @@ def test_parts_and_recovery_come_from_the_record() -> None:
     assert after == pytest.approx(9)
     assert found.recovery == pytest.approx(after / before)
     assert found.seconds == pytest.approx(11)
+    assert found.tokens_per_s == pytest.approx((9 * 4 + 3 * 3 + 9 * 4) / 11), "a long part counts for more"
     assert (found.all.requests, found.all.compared, found.all.shed, found.all.tokens) == (28, 28, 20, 84)
     assert found.verdict == ""
     sorts = {(sort.protocol, sort.kind): sort for sort in found.sorts}
@@ -235,6 +236,20 @@ def test_parts_and_recovery_come_from_the_record() -> None:
     assert sorts["grpc", "chat"].first_token_ms.p99 == pytest.approx(500 / 3, rel=0.01)
     assert sorts["grpc", "chat"].inter_token_ms.p50 == pytest.approx(500 / 3, rel=0.01)
     assert sorts["http", "chat"].total_ms.p50 is None
+
+
+def test_a_gap_counts_once_for_each_token_that_came_after_it() -> None:
+    recorder = Recorder()
+    recorder.add(
+        timed(
+            (100, ReplyPiece("a", (1,))),
+            (200, ReplyPiece("b", (2,))),
+            (300, ReplyPiece("c", (3,))),
+            (390, ReplyPiece("defghijkl", tuple(range(9)))),
+            (391, ReplyPiece("", (), 12)),
+        )
+    )
+    assert summary(recorder).sorts[0].inter_token_ms.p50 == pytest.approx(10, rel=0.01)
 
 
 def test_workers_records_add_up_to_the_same_summary() -> None:
