@@ -32,6 +32,7 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)  # by token, in order of arrival
     rank: int = 0  # among its siblings
     keys: list[NodeKey] = field(default_factory=list)
+    skipped: bool = False  # earlier tokens of its guess were committed before it arrived
 
 
 # Acceptance rates by rank before a session has data. Drafters send their likeliest guess first.
@@ -135,7 +136,8 @@ class GuessTree:
             if self._size >= self._max_nodes or (self._single and parent.children):
                 return None
             draft_prob = guess.draft_probs[i] if guess.draft_probs else None
-            node = Node(guess.tokens[i], position, draft_prob, rank=len(parent.children))
+            skipped = guess.position < len(self._committed)
+            node = Node(guess.tokens[i], position, draft_prob, rank=len(parent.children), skipped=skipped)
             parent.children[node.token] = node
             self._size += 1
         elif self._single and key not in node.keys:

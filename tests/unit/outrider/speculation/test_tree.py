@@ -97,6 +97,7 @@ def test_a_late_guess_is_skipped_forward() -> None:
     commit(tree, committed, 7, 8)
     assert tree.add(chain(2, 1, 7, 8, 9)) == 1
     assert paths(tree) == {(9,)}
+    assert all_nodes(tree)[0].skipped
 
 
 def test_a_late_guess_that_did_not_come_true_is_dropped() -> None:
