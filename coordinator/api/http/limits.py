@@ -55,8 +55,8 @@ class RequestIds:
         finally:
             ms = round(1000 * (time.monotonic() - started))
             scrape = scope["path"] == "/metrics" and status == 200  # every few seconds
-            tell = log.debug if scrape else log.info
-            tell("http", method=scope["method"], path=scope["path"], status=status or _GONE, ms=ms)
+            level = log.debug if scrape else log.info
+            level("http", method=scope["method"], path=scope["path"], status=status or _GONE, ms=ms)
 
 
 class KeyAuth:
