@@ -32,7 +32,7 @@ class FrameQueue:
         self._room = 0  # bytes, in the last batch
         self._added = asyncio.Event()
         self._closed = self._asked = False  # asked for a pong
-        self._pinged_at, self._answers_s = -math.inf, deque([math.inf], 64)  # from a ping to its pong, of late
+        self._pinged_at, self._fastest_s = -math.inf, math.inf  # from a ping to its pong
         self.answered = asyncio.Event()  # the last ping
         self.answered.set()
 
@@ -72,13 +72,13 @@ class FrameQueue:
             self._asked = True
             self._added.set()
         if batch.pong:
-            self._answers_s.append(time.monotonic() - self._pinged_at)
+            self._fastest_s = min(self._fastest_s, time.monotonic() - self._pinged_at)
             self.answered.set()
 
     @property
     def is_behind(self) -> bool:
-        """Return whether the peer reads much later than at its fastest of late."""
-        late_s = time.monotonic() - self._pinged_at - max(_PATIENCE_S, 2 * min(self._answers_s))
+        """Return whether the peer reads much later than at its fastest."""
+        late_s = time.monotonic() - self._pinged_at - max(_PATIENCE_S, 2 * self._fastest_s)
         return late_s > 0 and not self.answered.is_set()
 
     def close(self) -> None:

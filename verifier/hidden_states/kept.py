@@ -71,7 +71,7 @@ class StateBlocks:
     def newest(self, spec: StateSpec, count: int) -> tuple[int, list[torch.Tensor]]:
         """Return the position after the newest rows, and at least `count` of these, as far as they are kept."""
         first, parts = self._open.get(spec.number, (0, []))
-        found = [] if first % BLOCK_TOKENS else self.find(spec, max(0, first - count), first)
+        found = self.find(spec, max(0, first - count), first) if parts and first % BLOCK_TOKENS == 0 else []
         return first + sum(map(len, parts)), [*found, *parts]
 
     def keep(self, spec: StateSpec, start: int, rows: torch.Tensor, new: Sequence[int] = ()) -> None:

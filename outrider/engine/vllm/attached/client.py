@@ -38,8 +38,7 @@ class _RequestStream:
 
     def __init__(self, request: AttachedRequest, tokens: list[int], salt: str = "") -> None:
         self.request = request
-        self.tokens = tokens
-        self.salt = salt
+        self.tokens, self.salt = tokens, salt
         self.number, self.closed, self.not_before = 0, False, 0.0
         self.outbox: asyncio.Queue[verify.VerifyReply | None] | None = None  # None: no stream is open
         self.unsent: list[Verdict] = []  # without guesses
@@ -130,10 +129,11 @@ class AttachmentClient:
                 stream.outbox = None
                 stream.request.receive(0, self._arrived)
             if not isinstance(lost, PeerLost | Unavailable):
-                self._warn("requests go on without guesses", lost)
+                if stream.number == 1 or not isinstance(lost, Overloaded):
+                    self._warn("requests go on without guesses", lost)
                 if not isinstance(lost, Overloaded):
                     return
-                stream.not_before = self._loop.time() + max(_RETRY_S, (lost.retry_after_ms or 0) / 1000)
+                stream.not_before = self._loop.time() + min(_MAX_RETRY_S, stream.number)
             elif not stream.closed:
                 await self._rest(turn, lost)
 

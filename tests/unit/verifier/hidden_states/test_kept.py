@@ -132,3 +132,11 @@ def test_a_drafter_that_begins_later_gets_the_newest_states(length: int) -> None
     assert found == list(range(newest.position, end))
     buffer.steer(final=False)
     assert buffer.newest() is None
+
+
+def test_a_drafter_that_begins_later_gets_none_of_evicted_states() -> None:
+    buffer = HiddenStateBuffer(True, "s", tokens := text(31))
+    buffer.follow(KeptStates(max_bytes=0))
+    buffer.take(32, {0: rows(0, 32)}, (1,))
+    tokens += (1,)
+    assert buffer.newest() is None, "the text ends with a block, whose rows are gone"
