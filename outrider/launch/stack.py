@@ -253,7 +253,7 @@ def refuse_equal_targets(workers: Sequence[WorkerInfo]) -> None:
     names: dict[str, str] = {}
     for model in (each.model for each in workers if each.role is Role.VERIFIER):
         if (first := names.setdefault(model.text_id, model.name)) != model.name:
-            raise StartupError.of("target", model.name, f"of other weights than {first}", ", or an alias of it")
+            raise StartupError.of("target", model.name, f"of other weights than {first}", "; see coordinator.alias")
 
 
 def on_one_cpu(device: str, drafter_device: str, engine: str) -> bool:

@@ -43,7 +43,7 @@ def choose_drafter(text: str, target: str) -> tuple[str, str]:
     if set(kind.split("+")) <= drafter_kinds():
         return kind, model
     folder = drafter_folder(text)
-    if "/" not in text and not (text and folder.exists()):
+    if "/" not in text and text not in (DEFAULT, DEFAULT_NAME) and not (text and folder.exists()):
         raise StartupError.of("drafter", text, "a kind as in --help, KIND:MODEL, an existing path or owner/name")
     try:
         method = json.loads((folder / CARD).read_text())["method"]

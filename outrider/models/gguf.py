@@ -32,7 +32,9 @@ _IN_PLACE = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0"
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's formats without blocks
 _LAYER = re.compile(r"([^.]+\.)*?\d+(?=\.)")  # of a weight's name, up to its number
 # Saved by earlier releases of transformers, and scales of a quantised KV cache: they change no logits.
-_BUFFER = re.compile(r"(inv_freq|_cached|masked_bias|_mask|position_ids|\b(q|k|v|kv)_scale|(attn|attention)\.bias)$")
+_BUFFER = re.compile(
+    r"(inv_freq|_cached|mask(ed_bias)?|position_ids|\b(q|k|v|kv)_scale|\b(self_)?att(n|ention)\.bias)$"
+)
 _LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"}  # in safetensors
 _ARCHITECTURES = {"llama", "qwen2", "qwen3", "gemma2", "gemma3"}  # their weights are found without transformers
 

@@ -68,7 +68,7 @@ def download(name: str, what: str, **options: Any) -> Path:
     """Return the folder of a hub id with some of its files; raise StartupError where the hub does not answer."""
     try:
         return Path(importlib.import_module("huggingface_hub").snapshot_download(name, **options))
-    except (OSError, ValueError) as error:  # ValueError: an id that the hub cannot have
+    except Exception as error:  # of its HTTP library, too, and for an id that it cannot have
         message = f"cannot download the {what} {name}: {str(error).strip().partition(chr(10))[0]}"
         raise StartupError(message, field=what, value=name, limit="a hub id that can be reached") from error
 
@@ -132,7 +132,8 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
                 raise StartupError(message, field="target", value=str(source), limit="a whole GGUF file") from error
             folder.mkdir(exist_ok=True)
             for path in Path(scratch).iterdir():
-                path.replace(folder / path.name)
+                if path.resolve() != places[0] / path.name:  # not a link to the file in this folder
+                    path.replace(folder / path.name)
         index |= {"sha256": _sha256(folder / GGUF), "state": _state(folder / GGUF)}
         with atomic_write(folder / INDEX) as path:  # at last: it says that the folder is complete
             path.write_text(json.dumps(index))

@@ -42,11 +42,7 @@ class HiddenStateBuffer:
     def newest(self) -> HiddenStates | None:
         """Return the newest final states, of those sent or to be sent, for a drafter that begins now."""
         end, rows = self.blocks.newest(FINAL_STATES, PROMPT_WINDOW) if self.blocks else (0, [])
-        return (
-            _message(FINAL_STATES, end, torch.cat(rows)[-PROMPT_WINDOW:], _MAX_VERDICT_BYTES)
-            if any(map(len, rows))
-            else None
-        )
+        return _message(FINAL_STATES, end, torch.cat(rows)[-PROMPT_WINDOW:], _MAX_VERDICT_BYTES) if rows else None
 
     def steer(self, final: bool | None = None, others: StateSpecs | None = None) -> None:
         """Send the final states or no longer, and these others; None: as before."""

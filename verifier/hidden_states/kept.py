@@ -72,7 +72,7 @@ class StateBlocks:
         """Return the position after the newest rows, and at least `count` of these, as far as they are kept."""
         first, parts = self._open.get(spec.number, (0, []))
         found = self.find(spec, max(0, first - count), first) if parts and first % BLOCK_TOKENS == 0 else []
-        return first + sum(map(len, parts)), [*found, *parts]
+        return first + sum(map(len, parts)), [part for part in (*found, *parts) if len(part)]
 
     def keep(self, spec: StateSpec, start: int, rows: torch.Tensor, new: Sequence[int] = ()) -> None:
         """Keep rows from position `start` on; `new` tokens follow the session's own."""

@@ -54,8 +54,7 @@ class RequestIds:
             await respond(OutriderError(f"internal error: {type(error).__name__}"))(scope, receive, send_on)
         finally:
             ms = round(1000 * (time.monotonic() - started))
-            scrape = scope["path"] == "/metrics" and status == 200  # every few seconds
-            level = log.debug if scrape else log.info
+            level = log.debug if (scope["path"], status) == ("/metrics", 200) else log.info  # scraped every few seconds
             level("http", method=scope["method"], path=scope["path"], status=status or _GONE, ms=ms)
 
 

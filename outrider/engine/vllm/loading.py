@@ -27,7 +27,7 @@ from outrider.engine.paged.arithmetic import USUAL_KERNELS, combine, kernel_arit
 from outrider.engine.vllm.compatibility import installed_version
 from outrider.engine.vllm.core import CoreOptions, VllmCore
 from outrider.engine.vllm.messages import Opening, PlannedSession
-from outrider.models.hub import locate, locate_safetensors
+from outrider.models.hub import find_path, locate, locate_safetensors
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -165,7 +165,8 @@ def describe_served(vllm_config: Any) -> ModelInfo:
     """Return the identity of the model that a vLLM with this configuration serves."""
     config = vllm_config.model_config
     with startup_errors(config.model, "this architecture"):
-        path = _folder(locate(config.model, lambda stage: None), config.revision)
+        found = locate(config.model, lambda stage: None) if find_path(config.model) else config.model
+        path = _folder(found, config.revision)
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
         vocabulary = Vocabulary.of(tokenizer)
         return _describe(path, _empty_model(path), vllm_config, tokenizer, vocabulary, config.quantization or "")

@@ -13,6 +13,7 @@ import pytest
 from drafter import methods
 from drafter.methods import registry
 from outrider.models.drafter_choice import choose_drafter, drafter_kinds
+from outrider.models.hub import DEFAULT, DEFAULT_NAME
 from outrider.protocol.errors import StartupError
 from outrider.settings.drafter import DrafterSettings
 
@@ -60,6 +61,11 @@ def test_a_new_module_is_a_new_kind(another: None) -> None:
 def test_what_is_neither_a_kind_nor_a_model_is_told_without_the_hub(text: str) -> None:
     with pytest.raises(StartupError, match=r"drafter is .*, must be a kind"):
         choose_drafter(text, "default")
+
+
+@pytest.mark.parametrize("text", [DEFAULT, DEFAULT_NAME])
+def test_a_model_drafts_by_its_name_alone(text: str) -> None:
+    assert choose_drafter(text, "other") == ("model", text)
 
 
 def test_a_kind_may_name_any_hub_id() -> None:

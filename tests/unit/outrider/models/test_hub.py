@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -50,7 +53,7 @@ def test_a_folder_that_knows_of_no_scaling_is_indexed_again(
 
 
 def test_a_file_that_its_user_deletes_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same file system would allow a hard link, which keeps gigabytes where nobody looks for them."""
+    """The same file system would allow a hard link, which keeps gigabytes in OUTRIDER_HOME."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
     path = write_gguf(tmp_path / "random.gguf", Shape(layers=1), lambda _: "Q8_0")
     folder = Path(locate(str(path), print))
@@ -62,11 +65,14 @@ def test_a_file_that_its_user_deletes_is_gone(tmp_path: Path, monkeypatch: pytes
             locate(str(name), print)
 
 
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "a file system without hard links"])
 def test_a_folder_with_the_file_itself_is_indexed_again_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, links: bool
 ) -> None:
     """As the default target in an image, which copies nothing else."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "no such file"))
     path = write_gguf(tmp_path / "random.gguf", Shape(layers=1), lambda _: "Q8_0")
     folder = Path(locate(str(path), print))
     (folder / GGUF).unlink()
@@ -79,17 +85,30 @@ def test_a_folder_with_the_file_itself_is_indexed_again_in_place(
     assert (folder / GGUF).stat().st_size
 
 
+@pytest.mark.parametrize("listens", [False, True], ids=["a closed port", "a server that hangs up"])
 @pytest.mark.parametrize("name", ["owner/name", "name"])
-def test_a_hub_that_does_not_answer_is_told_at_once(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_that_does_not_answer_is_told_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, listens: bool
+) -> None:
     """Transformers would try for a minute."""
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+    with socket.socket() as hub:
+        hub.bind(("127.0.0.1", 0))
+        if listens:
+            hub.listen()
+            threading.Thread(target=hang_up, args=(hub,), daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
         started = time.monotonic()
         with pytest.raises(StartupError, match=f"cannot download the model {name}"):
             locate(name, print)
     assert time.monotonic() - started < 20
+
+
+def hang_up(server: socket.socket) -> None:
+    """End each connection as soon as it is there, until the server is closed."""
+    with contextlib.suppress(OSError):
+        while True:
+            server.accept()[0].close()
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "./x", "~/x", "x.gguf", "owner/x.gguf", "a b", "ä/ö", "-x", ".x", ""])

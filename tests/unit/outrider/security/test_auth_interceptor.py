@@ -32,11 +32,11 @@ async def opens(interceptor: AuthInterceptor, service: str, key: str) -> bool:
         (VERIFIER, "Verifier", {"fleet"}),
         (COORDINATOR, "Coordinator", {"client"}),
         (COORDINATOR, "Registry", {"fleet"}),
-        (COORDINATOR, "a service that nobody has listed", {"client", "fleet"}),
+        (COORDINATOR, "an unlisted service", {"client", "fleet"}),
         (COORDINATOR, health.SERVICE_NAME, {"", "client", "drafter", "fleet", "wrong"}),
         (BOTH, "Verifier", {"fleet"}),
         (BOTH, "Drafter", {"drafter"}),
-        (BOTH, "a service that nobody has listed", {"fleet", "drafter"}),
+        (BOTH, "an unlisted service", {"fleet", "drafter"}),
     ],
 )
 async def test_a_service_opens_to_its_own_keys(interceptor: AuthInterceptor, service: str, keys: set[str]) -> None:
