@@ -32,8 +32,9 @@ def sessions_in(server: int) -> dict[bytes, object]:
     path = command_line(server).rpartition("unixsocket:")[2]
     with redis.Redis(unix_socket_path=path) as asking:
         finished = [key for key in asking.scan_iter("outrider:session:*") if asking.hget(key, "finish")]
-        kept = [key.replace(b":session:", kind) for key in finished for kind in (b":session:", b":tokens:")]
-        return {key: asking.dump(key) for key in kept}
+        records: dict[bytes, object] = {key: asking.hgetall(key) for key in finished}
+        texts = [key.replace(b":session:", b":tokens:") for key in finished]
+        return records | {key: asking.get(key) for key in texts}
 
 
 def service(running: Up, kind: str) -> int:
