@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -20,16 +21,16 @@ class Started(Exception):
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the revision that was asked for, by id; the folder is put there under "folder"."""
+    """Return the revisions that were asked for, by id; the folder is put there under "folder"."""
     asked: dict[str, Any] = {}
 
-    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(name: str, *, allow_patterns: list[str], revision: str | None = None) -> str:
         if name == "owner/absent":
             raise OSError("no such repository")
-        asked[name] = revision
+        asked.setdefault(name, []).append(revision)
         return str(asked["folder"])
 
-    monkeypatch.setattr(loading, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     return asked
 
 
@@ -60,4 +61,4 @@ def test_an_attached_engine_is_described_by_its_hub_id(model: Path, hub: dict[st
     device = SimpleNamespace(device_type="cpu")
     served: Any = SimpleNamespace(model_config=config, parallel_config=parallel, device_config=device)
     info = loading.describe_served(served)
-    assert (info.vocab_size, info.device, hub["owner/name"]) == (100, "cpu", "v2")
+    assert (info.vocab_size, info.device, hub["owner/name"]) == (100, "cpu", ["v2"])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -27,7 +26,7 @@ from outrider.engine.paged.arithmetic import USUAL_KERNELS, combine, kernel_arit
 from outrider.engine.vllm.compatibility import installed_version
 from outrider.engine.vllm.core import CoreOptions, VllmCore
 from outrider.engine.vllm.messages import Opening, PlannedSession
-from outrider.models.hub import find_path, locate, locate_safetensors
+from outrider.models.hub import download, find_path, locate, locate_safetensors
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -176,8 +175,7 @@ def _folder(found: Path | str, revision: str | None = None) -> Path:
     """Return the folder of a model. That of a hub id is downloaded once, to where vLLM keeps it."""
     if isinstance(found, Path):
         return found
-    with startup_errors(found):
-        return Path(snapshot_download(found, revision=revision, allow_patterns=_FILES))
+    return download(found, "model", revision=revision, allow_patterns=_FILES)
 
 
 def _describe(
