@@ -18,6 +18,13 @@ static void store_tile(int tile, void *to, long stride) {
         memcpy((char *)to + r * stride, tile_rows[tile][r], tile_config.bytes[tile]);
 }
 
+/* A processor raises an error for other shapes. */
+static void check_shapes(int sum, int a, int b) {
+    const uint8_t *rows = tile_config.rows;
+    const uint16_t *width = tile_config.bytes;
+    if (!rows[sum] || rows[sum] > 16 || rows[sum] != rows[a] || width[sum] != width[b] || width[a] != 4 * rows[b]) abort();
+}
+
 INLINE float upper_half(uint32_t pair) {
     float number;
     pair &= 0xffff0000;
@@ -27,6 +34,7 @@ INLINE float upper_half(uint32_t pair) {
 
 /* One chain of fused operations over the even halves, one over the odd ones, then their sum. */
 static __attribute__((noinline)) void add_products(int sum, int a, int b) {
+    check_shapes(sum, a, b);
     int width = tile_config.bytes[sum] / 4;
     for (int m = 0; m < tile_config.rows[sum]; m++) {
         float even[16] = {0}, odd[16] = {0}, before[16];
@@ -42,8 +50,19 @@ static __attribute__((noinline)) void add_products(int sum, int a, int b) {
     }
 }
 
+/* Four products of bytes for each number; `sign` is 0x80 where those of `a` have one. */
+static __attribute__((noinline)) void add_bytes(int sum, int a, int b, int sign) {
+    check_shapes(sum, a, b);
+    for (int m = 0; m < tile_config.rows[sum]; m++)
+        for (int n = 0; n < tile_config.bytes[sum] / 4; n++)
+            for (int k = 0; k < tile_config.bytes[a]; k++) {
+                int one = tile_rows[a][m][k / 4] >> k % 4 * 8 & 0xff, other = tile_rows[b][k / 4][n] >> k % 4 * 8 & 0xff;
+                tile_rows[sum][m][n] += (uint32_t)(((one ^ sign) - sign) * ((other ^ 0x80) - 0x80));
+            }
+}
+
 /* Numbers below 2^-126 count as 0. */
-static void dot_tiles(int sum, int a, int b) {
+INLINE void dot_tiles(int sum, int a, int b) {
     unsigned int mode = _mm_getcsr();
     _mm_setcsr(mode | 0x8040);
     add_products(sum, a, b);
@@ -54,6 +73,8 @@ static void dot_tiles(int sum, int a, int b) {
 #define TILE_STORE(tile, to, stride) store_tile(tile, to, stride)
 #define TILE_ZERO(tile) memset(tile_rows[tile], 0, TILE)
 #define TILE_DOT(sum, a, b) dot_tiles(sum, a, b)
+#define TILE_DOT_BYTES(sum, a, b) add_bytes(sum, a, b, 0x80)
+#define TILE_DOT_UNSIGNED(sum, a, b) add_bytes(sum, a, b, 0)
 
 INLINE void configure_tiles(const TileConfig *config) {
     tile_config = *config;

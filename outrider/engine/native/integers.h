@@ -5,14 +5,14 @@
  * weights and row, and is added block after block, then the block's minimum times the sum of its inputs. A row's bits
  * depend on nothing but the row. `product` computes with the same weights in float32 where a step asks for it.
  *
- * integers.c and integers_vnni.c include this file for two instruction sets.
+ * integers.c and integers_vnni.c include this file for two instruction sets; integers_tiles.c has the same sums for AMX.
  */
 
+#include "quants.h"
 #include "rounding.h"
 
 #define PAIRS 16 /* of inputs in a block: inputs j and j + 4 of every eight */
 #define SLICE (4 * MAX_ROWS)
-#define AHEAD 2048 /* prefetch distance of weights, bytes; what comes next, the processor fetches itself */
 
 /* What is in registers together: sums of so many rows and streams, and so many pairs of each stream. */
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -57,27 +57,6 @@ INLINE void round_block(const float *x, int count, Rounded *to) {
         four pair = (*(four *)(whole + k) & 0xffff) | *(four *)(whole + k + 4) << 16;
         memcpy(to->pairs + k / 2, &pair, sizeof pair);
     }
-}
-
-/* The bits above four of the pairs of eight inputs, in place. Pair p of the block has bit p · more of either half. */
-INLINE ivec above_four(ivec high, int pair, const int more) {
-    const int from = pair * more % 16 - 4;
-    const ivec mask = (ivec){0} + (((1 << more) - 1) << 4) * 0x10001;
-    return (from < 0 ? high << -from : high >> from) & mask;
-}
-
-/* Eight inputs of LANES outputs, as they are in the file. */
-typedef struct {
-    ivec eight[2], high;
-} Packed;
-
-INLINE Packed load_eight(const int kind, const char *quants, unsigned long k) {
-    const int bits = FORMATS[kind].bits, more = bits - 4;
-    Packed from = {{{0}}, {0}};
-    memcpy(from.eight, quants + k / 8 * (bits / 4) * UNIT * 4, sizeof from.eight[0]);
-    if (bits == 8) memcpy(from.eight + 1, quants + (k / 4 + 1) * UNIT * 4, sizeof from.eight[1]);
-    else if (more) memcpy(&from.high, quants + UNIT * BLOCK / 2 + k * more / 32 * UNIT * 4, sizeof from.high);
-    return from;
 }
 
 /* Pair j of them. */

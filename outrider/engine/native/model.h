@@ -12,7 +12,7 @@
 /* How weights are packed. The first two: [outputs / PANEL, 2, inputs, LANES], the last panel padded with zeros. Two
  * streams of weights use more memory bandwidth than one. The others are the blocks of GGUF files, see formats.h. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, NIBBLES = 2, BYTES = 3, NIBBLES_K = 4, FIVE_K = 5, SIX_K = 6 };
-enum { IN_FLOATS = 0, IN_TILES = 1, IN_INTEGERS = 2 }; /* products.c, tiles.c, integers.h */
+enum { IN_FLOATS = 0, IN_TILES = 1, IN_INTEGERS = 2 }; /* products.c, tiles.c, integers.h and integers_tiles.c */
 enum { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3 };
 enum { NO_NORM = 0, RMS = 1, LAYER = 2 };
 
@@ -141,7 +141,9 @@ void product(const Linear *linear, const float *x, int rows, float *y, long y_st
 void product_tiles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product_integers(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product_integers_vnni(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
-int has_vnni(void);
+void product_integers_tiles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
+#define FEWEST_IN_TILES 10 /* of rows: fewer take less time with VNNI */
+int has_vnni(void), has_tiles(void);
 void finish_outputs(const Linear *linear, long first, int width, float *from, float *to, int add);
 void product_nibbles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product_nibbles_vnni(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);

@@ -165,6 +165,8 @@ void product(const Linear *linear, const float *x, int rows, float *y, long y_st
         const int vnni = has_vnni();
         if (step->guesses && linear->kind == NIBBLES && rows <= OWN_ROWS)
             (vnni ? product_nibbles_vnni : product_nibbles)(linear, x, rows, y, y_stride, add, step);
+        else if (rows >= FEWEST_IN_TILES && has_tiles())
+            product_integers_tiles(linear, x, rows, y, y_stride, add, step);
         else
             (vnni ? product_integers_vnni : product_integers)(linear, x, rows, y, y_stride, add, step);
         return;

@@ -260,14 +260,14 @@ void product_tiles(const Linear *linear, const float *x, int rows, float *y, lon
     meet(step);
 }
 
-/* Whether this processor has tiles of bfloat16 and the system lets this process use them. */
+/* Whether this processor has tiles of bfloat16 and of bytes, and the system lets this process use them. */
 int outrider_tiles(void) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx512bf16")) return 0;
     if (EMULATED) return 1;
     uint32_t a = 7, b, c = 0, d;
     __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    if (!(d >> 22 & 1)) return 0;
+    if (!(d >> 22 & d >> 25 & 1)) return 0;
     return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
 }
 
@@ -280,3 +280,11 @@ void product_tiles(const Linear *linear, const float *x, int rows, float *y, lon
 int outrider_tiles(void) { return 0; }
 
 #endif
+
+/* The same, asked for once. */
+int has_tiles(void) {
+    static int known = -1;
+    int found = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (found < 0) __atomic_store_n(&known, found = outrider_tiles(), __ATOMIC_RELAXED);
+    return found;
+}

@@ -26,6 +26,7 @@ from tests.unit.outrider.engine.native.test_quantized_rows import (
     model,
     random_rows,
 )
+from tests.unit.outrider.engine.native.tiles import tiles
 
 LEVELS = ["native"] + [level for level, needed in build.levels().items() if torch.cpu.get_capabilities().get(needed)]
 OUTPUTS, INPUTS = 40, 512  # outputs: no multiple of what is computed together
@@ -118,6 +119,26 @@ def test_products_are_near_the_exact_ones_and_have_the_same_bits_at_every_level(
     for row, (near, true) in enumerate(zip(found[0], exact, strict=True)):
         bound = 1e-5 * float(x[row].norm() * weight.norm(dim=1).max())
         assert row == 3 or 0 < (near - true).abs().max() < max(bound, 1e-5 * float(true.abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [10, 16, 17, 33, 65, 130])
+def test_tiles_give_many_rows_the_same_bits(kind: str, rows: int) -> None:
+    """Rows in one group of a tile's size, in unequal groups, and in several slices."""
+    generator = torch.Generator().manual_seed(rows)
+    weights, x = random_rows(kind, OUTPUTS, INPUTS, generator), torch.randn(rows, INPUTS, generator=generator)
+    x[1, ::2] = 1  # the largest numbers of their blocks: rounded to 32767
+    x[2, ::2] = -1
+    x[3, 70] = torch.nan
+    x[4] = 0
+    with integers():
+        expected = product(engine(model("Q4_1"), exact=False), weights, x)
+    with tiles():
+        found = product(engine(model("Q4_1"), exact=False), weights, x, "product_integers_tiles")
+        chosen = product(engine(model("Q4_1"), exact=False), weights, x, "product")
+    assert found[3].isnan().all()
+    for each in (found, chosen):
+        assert torch.equal(each.nan_to_num(7), expected.nan_to_num(7))
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])

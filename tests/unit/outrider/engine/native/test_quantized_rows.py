@@ -165,12 +165,12 @@ def test_products_in_tiles_are_the_documented_sums(rows: int) -> None:
     assert torch.equal(found, sums)
 
 
-@pytest.mark.parametrize("weights", ["float32", "int8"])
-def test_tiles_change_no_bit_of_blocks(weights: str) -> None:
+@pytest.mark.parametrize(("weights", "threads"), [("float32", 1), ("float32", 2), ("int8", 2)])
+def test_tiles_change_no_bit_of_blocks(weights: str, threads: int) -> None:
     """So processors with tiles and without them are one fleet, but for attention over bfloat16 keys and values."""
     made = model("Q4_K", "Q6_K") if weights == "float32" else float32(model("Q4_1"))
     with tiles():
-        tiled = engine(made, weights=weights, exact=False)
+        tiled = engine(made, threads, weights=weights, exact=False)
     without = engine(made, weights=weights, exact=False)
     assert tiled.in_integers
     assert tiled.arithmetic == without.arithmetic
