@@ -218,13 +218,9 @@ INLINE void pack_block_as(const int kind, const Decoded *from, const Linear *lin
 }
 
 static void pack_block(const Decoded *from, const Linear *linear, int output, long block) {
-    switch (linear->kind) {
-    case NIBBLES: pack_block_as(NIBBLES, from, linear, output, block); break;
-    case BYTES: pack_block_as(BYTES, from, linear, output, block); break;
-    case NIBBLES_K: pack_block_as(NIBBLES_K, from, linear, output, block); break;
-    case FIVE_K: pack_block_as(FIVE_K, from, linear, output, block); break;
-    default: pack_block_as(SIX_K, from, linear, output, block);
-    }
+#define PACK(kind) \
+    case kind: pack_block_as(kind, from, linear, output, block); break;
+    switch (linear->kind) { KINDS(PACK) }
 }
 
 /* A row of int8 weights, in blocks of bytes. */

@@ -28,6 +28,9 @@ static const Format FORMATS[] = {
 };
 #define HEAD_BLOCKS 8
 
+/* A case for each of them: of a switch over kinds. */
+#define KINDS(CASE) CASE(NIBBLES) CASE(BYTES) CASE(NIBBLES_K) CASE(FIVE_K) CASE(SIX_K)
+
 INLINE long numbers_size(const int kind) { return (long)FORMATS[kind].numbers * (FORMATS[kind].heads ? 1 : 2) * UNIT; }
 INLINE long unit_size(const int kind) { return numbers_size(kind) + UNIT * BLOCK * FORMATS[kind].bits / 8; }
 INLINE long head_size(const int kind) { return 2l * FORMATS[kind].heads * UNIT; }

@@ -194,13 +194,7 @@ void PRODUCT(const Linear *linear, const float *x, int rows, float *y, long y_st
         const int some = rows - r < SLICE ? rows - r : SLICE;
 #define MULTIPLY(kind) \
     case kind: multiply(kind, linear, rounded + r, rows, some, first, end, y + r * y_stride, y_stride, add); break;
-        switch (linear->kind) {
-            MULTIPLY(NIBBLES)
-            MULTIPLY(BYTES)
-            MULTIPLY(NIBBLES_K)
-            MULTIPLY(FIVE_K)
-            MULTIPLY(SIX_K)
-        }
+        switch (linear->kind) { KINDS(MULTIPLY) }
     }
     meet(step);
 }

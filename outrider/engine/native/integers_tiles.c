@@ -194,13 +194,7 @@ void product_integers_tiles(const Linear *linear, const float *x, int rows, floa
         const Rows part = {halved + r, scales + r, some};
 #define MULTIPLY(kind) \
     case kind: multiply(kind, linear, part, rows, first, end, y + r * y_stride, y_stride, add); break;
-        switch (linear->kind) {
-            MULTIPLY(NIBBLES)
-            MULTIPLY(BYTES)
-            MULTIPLY(NIBBLES_K)
-            MULTIPLY(FIVE_K)
-            MULTIPLY(SIX_K)
-        }
+        switch (linear->kind) { KINDS(MULTIPLY) }
     }
     meet(step);
 }

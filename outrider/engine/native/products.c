@@ -94,14 +94,9 @@ INLINE void unpack_blocks(const int kind, const Linear *linear, int stream, int 
 }
 
 static void unpack(const Linear *linear, int stream, int first, int count, float *to) {
-    switch (linear->kind) {
-    case BFLOAT16: unpack_halves(linear, stream, first, count, to); break;
-    case NIBBLES: unpack_blocks(NIBBLES, linear, stream, first, count, to); break;
-    case BYTES: unpack_blocks(BYTES, linear, stream, first, count, to); break;
-    case NIBBLES_K: unpack_blocks(NIBBLES_K, linear, stream, first, count, to); break;
-    case FIVE_K: unpack_blocks(FIVE_K, linear, stream, first, count, to); break;
-    default: unpack_blocks(SIX_K, linear, stream, first, count, to);
-    }
+#define UNPACK(kind) \
+    case kind: unpack_blocks(kind, linear, stream, first, count, to); break;
+    switch (linear->kind) { KINDS(UNPACK) default: unpack_halves(linear, stream, first, count, to); }
 }
 
 /* More rows than fit in registers are processed in turns; each block of rows prefetches a share of the next turn's
