@@ -70,7 +70,7 @@ class KnownWorkers:
 
     async def close_unused(self, *, every: bool = False) -> None:
         for worker_id, connection in list(self._unregistered.items()):
-            if every or not connection.streams:
+            if self._unregistered.get(worker_id) is connection and (every or not connection.streams):
                 del self._unregistered[worker_id]
                 await connection.close()
 

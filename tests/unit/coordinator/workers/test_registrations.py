@@ -13,7 +13,7 @@ from coordinator.persistence.store import Store
 from coordinator.workers import registrations as module
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.registrations import Registrations
-from coordinator.workers.worker_connection import SILENT_S, WorkerConnection
+from coordinator.workers.worker_connection import SILENT_S, Stream, WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import until
 from outrider.protocol.errors import Conflict, OutriderError, Overloaded, Unavailable
@@ -278,3 +278,32 @@ async def test_a_worker_knows_more_of_itself_than_its_record(store: SlowStore, p
     assert connection.info.draining
     store.written.set()
     await reporting
+
+
+async def test_a_worker_that_comes_back_while_another_connection_is_closed_keeps_its_own(
+    registrations: Registrations, store: SlowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many leave and come back at once after a break of the network; an error there ends the coordinator."""
+    workers = registrations.worker_pool.workers
+    infos = [replace(DRAFTER, worker_id=name, address=f"127.0.0.1:{port}") for port, name in enumerate("ab", start=1)]
+    first, second = [await registrations.admit(info) for info in infos]
+    for connection in (first, second):
+        connection.streams.add(cast(Stream, object()))
+        connection.registrations -= 1
+        await registrations.remove(connection.info.worker_id)
+        connection.streams.clear()
+    close, closing, close_on = WorkerConnection.close, asyncio.Event(), asyncio.Event()
+
+    async def slowly(connection: WorkerConnection) -> None:
+        closing.set()
+        await close_on.wait()
+        await close(connection)
+
+    monkeypatch.setattr(WorkerConnection, "close", slowly)
+    unused = asyncio.create_task(workers.close_unused())
+    await closing.wait()
+    assert await registrations.admit(infos[1]) is second
+    close_on.set()
+    await unused
+    assert list(workers) == [second]
+    assert not second._probing.done(), "it is still open"
