@@ -67,9 +67,9 @@ async def watch(
 
 def _check(connection: WorkerConnection, spare: Callable[[WorkerConnection], bool], timeout_s: float) -> None:
     connection.silent_s += TICK_S
+    connection.watched_s += TICK_S
     address, silent_s = connection.info.address, connection.silent_s
-    drafter = connection.info.role is Role.DRAFTER
-    lost = connection.is_silent and (drafter or silent_s >= timeout_s or spare(connection))
+    lost = connection.is_silent and (connection.info.role is Role.DRAFTER or silent_s >= timeout_s or spare(connection))
     if lost and connection.streams:
         log.info("worker silent", worker=connection.info.worker_id, seconds=silent_s, sessions=connection.sessions)
         connection.record_failure()

@@ -32,6 +32,7 @@ SILENT_S = 2.0  # without a message or an answer to a probe: four probes
 PROBE_S = 1.0
 PROBE_BUSY_S = 0.5  # of a worker with sessions of this coordinator
 PROBE_TIMEOUT_S = 2.0
+UNWATCHED_S = 0.5  # two ticks: the most of a round trip that none of them has counted
 FORGETS_S = 30.0  # idle
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 5.0
@@ -63,6 +64,7 @@ class WorkerConnection:
         self.prefixes = SentPrefixes()  # of prompts, for verifiers
         self.plain_steps: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # of a verifier
         self.silent_s = 0.0  # since the last message or answer to a probe, in ticks of `liveness`
+        self.watched_s = 0.0  # in all, in the same ticks
         self.is_stuck = False  # a verdict is overdue and none has come since: waiting there leads nowhere
         self.round_trip_ms = 0.0
         self.registrations = 0  # streams over which it reports to this coordinator
@@ -128,7 +130,7 @@ class WorkerConnection:
             await self._channel.close_unused()
             stub = self.verifier if self.info.role is Role.VERIFIER else self.drafter
             self._calls.keep_open(self._channel.current())
-            started = time.perf_counter()
+            started, watched_s = time.perf_counter(), self.watched_s
             try:
                 reply: common.ProbeReply | None = await stub.Probe(common.ProbeRequest(), timeout=PROBE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
@@ -136,8 +138,11 @@ class WorkerConnection:
                 reply = None
             if reply is not None:  # gRPC also returns None for bytes that it cannot decode
                 self.silent_s = 0.0
-                self.round_trip_ms = _smooth(self.round_trip_ms, 1000 * (time.perf_counter() - started))
-                self.info = replace(self.info, load=convert.load_from_proto(reply.load), draining=reply.draining)
+                seconds, load = time.perf_counter() - started, convert.load_from_proto(reply.load)
+                if seconds <= self.watched_s - watched_s + UNWATCHED_S:  # else this process was stopped meanwhile
+                    self.round_trip_ms = _smooth(self.round_trip_ms, 1000 * seconds)
+                self.is_stuck &= load.step_ms == self.info.load.step_ms  # else it has computed since
+                self.info = replace(self.info, load=load, draining=reply.draining)
             self._idle_s = 0.0 if self.streams else self._idle_s + PROBE_S
             if self._idle_s > FORGETS_S:  # what slowed its steps may have ended
                 self.plain_steps.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import structlog
@@ -104,13 +105,11 @@ class WorkerPool:
         added = self.workers.added
         while (connection := choose()) is None and time.monotonic() < deadline:
             added.clear()
-            try:
-                # Polled, because a backoff ends without an event; not for a first worker, which is an event.
-                most_s = poll_s if self.workers.of(role) else seconds
+            # Polled, because a backoff ends without an event; not for a first worker, which is an event.
+            most_s = poll_s if self.workers.of(role) else seconds
+            with suppress(TimeoutError):
                 async with asyncio.timeout(min(most_s, max(0.01, deadline - time.monotonic()))):
                     await added.wait()
-            except TimeoutError:
-                continue
         return connection
 
     async def watch(self) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,18 +17,21 @@ import pytest
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.sessions import streams
 from coordinator.sessions.streams import PLAIN_STEPS, VerifierStream, WorkerStream
-from coordinator.workers import worker_connection
+from coordinator.workers import liveness, worker_connection
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.worker_connection import Stream, WorkerConnection
+from outrider.base.aio import background
 from outrider.multiplex.calls import rpc_error
 from outrider.observability.tracing import Span
 from outrider.protocol import convert
 from outrider.protocol.errors import PeerLost
-from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import TokenKind, Verdict, VerifySteering
+from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import verifier_pb2 as verify
+from outrider.v1 import verifier_pb2_grpc
 
 
 async def test_a_worker_that_left_after_it_was_chosen_is_lost_like_any_other() -> None:
@@ -72,6 +78,70 @@ async def test_a_verifier_without_sessions_forgets_how_long_its_steps_took(monke
         while connection.plain_steps:
             await asyncio.sleep(0.01)
     await connection.close()
+
+
+class Prober(verifier_pb2_grpc.VerifierServicer):
+    """A verifier in this process that answers probes, and may stop the process before it does."""
+
+    def __init__(self) -> None:
+        self.probes = 0
+        self.stop_s = 0.0
+        self.load = WorkerLoad(waiting=1, step_ms=8.0)
+
+    def _stop(self) -> None:
+        time.sleep(self.stop_s)
+        self.stop_s = 0.0
+
+    async def Probe(self, request: common.ProbeRequest, context: object) -> common.ProbeReply:
+        self.probes += 1
+        self._stop()
+        return common.ProbeReply(load=convert.load_to_proto(self.load))
+
+
+@asynccontextmanager
+async def probed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[WorkerConnection, Prober, Callable[[], Any]]]:
+    """A connection to it, watched as in a coordinator, and what waits for one more answer."""
+    monkeypatch.setattr(worker_connection, "PROBE_S", 0.02)
+    prober, server = Prober(), grpc.aio.server()
+    verifier_pb2_grpc.add_VerifierServicer_to_server(prober, server)  # type: ignore[no-untyped-call,unused-ignore]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    info = WorkerInfo("v", Role.VERIFIER, f"127.0.0.1:{port}", ModelInfo("m", "f"))
+    connection = WorkerConnection(info, lambda: FleetKeys().access(Role.VERIFIER))
+
+    async def answers() -> None:
+        upto = prober.probes + 2  # the last of them may not have arrived
+        async with asyncio.timeout(10):
+            while prober.probes < upto:
+                await asyncio.sleep(0.01)
+
+    try:
+        async with background(liveness.watch(lambda: [connection], lambda _: True, 10.0)):
+            await answers()
+            yield connection, prober, answers
+    finally:
+        await connection.close()
+        await server.stop(None)
+
+
+async def test_a_pause_of_this_process_is_no_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after SIGSTOP: new sessions would believe in a network of seconds."""
+    async with probed(monkeypatch) as (connection, prober, answers):
+        prober.stop_s = 1.5
+        await answers()
+        assert not prober.stop_s
+        assert 0.0 < connection.round_trip_ms < 300.0
+
+
+async def test_a_verifier_that_computes_again_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our prompts may wait there behind the sessions of other coordinators, without a verdict for ours."""
+    async with probed(monkeypatch) as (connection, prober, answers):
+        connection.is_stuck = True
+        await answers()
+        assert connection.is_stuck, "its engine hangs, its process answers"
+        prober.load = replace(prober.load, step_ms=9.0)
+        await answers()
+        assert not connection.is_stuck
 
 
 class Sent:

@@ -82,7 +82,7 @@ class Worker:
 
     def __init__(self, role: Role) -> None:
         self.info = WorkerInfo("w", role, "host:1", ModelInfo("m", "f"))
-        self.silent_s = 0.0
+        self.silent_s = self.watched_s = 0.0
         self.is_stuck = False
         self.streams = {Stream()}
         self.failures = 0
