@@ -186,7 +186,6 @@ class Drafting:
                 self._chooser.record_loss(connection, error)
                 if not isinstance(error, Overloaded):  # a full one was never attached
                     log.info("drafter lost", error=error.message)
-                    self._stats.record_drafter_loss(error)
             finally:
                 self._want_hidden_states()
                 self._steer()
@@ -227,6 +226,10 @@ class Drafting:
                     self._relay(verifier, drafter, guess)
                 if not connection.info.draining:
                     raise PeerLost(f"{connection.info.address} ended the stream before the session ended")
+            except OutriderError as error:
+                if drafter.joined:
+                    self._stats.record_drafter_loss(error)
+                raise
             finally:
                 self._leave(drafter)
 

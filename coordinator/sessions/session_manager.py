@@ -118,6 +118,7 @@ class SessionManager:
         """Stop all sessions; clients resume unfinished ones on another coordinator, from Redis."""
         sessions = list(self._sessions.values())
         for session in sessions:
+            session.stats.moves = True
             session.stop(Unavailable("this coordinator is shutting down; resume on another", retry_after_ms=500))
         await asyncio.gather(*(session.closed() for session in sessions))
         if not await self.write_behind.flush(_FLUSH_S):

@@ -15,7 +15,7 @@ from outrider.observability.metrics import ABANDONED, DrafterKind, TargetMetrics
 from outrider.observability.request_context import current
 from outrider.observability.tracing import NO_SPAN, Span, Tracing
 from outrider.protocol import convert
-from outrider.protocol.errors import OutriderError
+from outrider.protocol.errors import Fenced, OutriderError
 from outrider.protocol.speculation import TokenKind, Verdict
 from outrider.protocol.statistics import DrafterStats, GenerationStats, PlanStats
 from outrider.v1 import common_pb2 as common
@@ -46,6 +46,7 @@ class RequestStats:
         self._proposed: Counter[int] = Counter()  # steps that checked guesses, by the length of their longest path
         self._accepted: Counter[int] = Counter()  # the same steps by the number of accepted guesses
         self.cached_tokens = self.failovers = self.drafter_losses = self.hidden_bytes = 0
+        self.moves = False  # to another coordinator: this one shuts down
         self.drafter_kind = ""
         self.control: Controller | None = None
         self._kinds: dict[str, _KindTally] = {}  # in the order in which they were attached
@@ -143,7 +144,8 @@ class RequestStats:
                 reason=reason,
             )
         else:
-            self._metrics.record_unfinished(error.code if error is not None else "")
+            moves = self.moves or isinstance(error, Fenced)
+            self._metrics.record_unfinished("" if error is None or moves else error.code)
         per_accepted = self._sums["wire_bytes"] / accepted if finished and accepted else None
         self._metrics.record_bytes(bytes_per_accepted=per_accepted, hidden_bytes=self.hidden_bytes)
         self._finish_trace(record, error, reason)

@@ -23,7 +23,7 @@ _KEY_LIMITS = ("key.sessions", "key.max_sessions", "key.requests_per_minute", "k
 _MODEL_LIMITS = ("model.sessions", "model.waiting", "model.key_sessions")
 _LIMITS = ("sessions", "timeout", *_KEY_LIMITS, *_MODEL_LIMITS)  # fields of the errors that name them
 _MOST_KINDS = 64  # of drafters, of which metrics are told apart
-ABANDONED = "abandoned"  # in place of a finish reason: its clients disconnected, and it can be resumed
+ABANDONED = "abandoned"  # in place of a finish reason: its clients disconnected or it moved, and it can be resumed
 
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -34,7 +34,7 @@ _BETWEEN_TOKENS_S = (
     *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
 )
 _WHOLE_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-_STEP_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 4, 8)
+_STEP_S = (5e-5, 1e-4, 2e-4, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 4, 8)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _GAMMA = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 _BYTES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 200, 400, 800, 1600)
@@ -277,11 +277,9 @@ class TargetMetrics:
             self._metrics.per_token.labels(self._model).observe(per_token_s)
 
     def record_unfinished(self, code: str = "") -> None:
-        """Record a request that ended unfinished: by an error, or abandoned by its clients."""
-        if code:
-            self._metrics.failed.labels(self._model, code).inc()
-        else:
-            self._metrics.success.labels(self._model, ABANDONED).inc()
+        """Record a request that ended unfinished: by an error, or to be resumed."""
+        ended = self._metrics.failed if code else self._metrics.success
+        ended.labels(self._model, code or ABANDONED).inc()
 
     def record_bytes(self, *, bytes_per_accepted: float | None, hidden_bytes: int) -> None:
         """Record the bytes that one request took on the network."""

@@ -98,7 +98,10 @@ async def test_beside_others_a_session_that_does_not_guess_sends_no_hidden_state
 async def test_a_drafter_that_is_lost_before_it_joined_costs_nothing_but_itself(
     steep: Home, loaded: LoadedModel, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tries: list[DrafterStream] = []
+
     async def lost(stream: DrafterStream) -> None:
+        tries.append(stream)
         raise PeerLost(f"{stream.connection.info.address} is gone")
 
     monkeypatch.setattr(DrafterStream, "opened", lost)
@@ -107,4 +110,5 @@ async def test_a_drafter_that_is_lost_before_it_joined_costs_nothing_but_itself(
     async with listening(steep, Listener()), client(steep.coordinator) as stub:
         output = await follow(stub.Generate(request, timeout=50), Output())
     assert output.token_ids == greedy(prompt, 60)
-    assert output.stats.drafter_losses > 0
+    assert tries
+    assert output.stats.drafter_losses == 0

@@ -327,7 +327,7 @@ async def test_a_direct_drafter_that_does_not_open_is_tried_again(monkeypatch: p
     verifier = SameProcess(session.connection, session.record, MODEL, Span(), VerifySteering())
     async with drafting.attached_to(verifier):
         await asyncio.wait_for(pool.asked_again.wait(), 5.0)
-    assert drafting._sources == drafting._stats.drafter_losses == 2
+    assert (drafting._sources, drafting._stats.drafter_losses) == (2, 0), "it was never attached"
     assert verifier._sent.direct
     assert not drafting._attached
     await session.connection.close()

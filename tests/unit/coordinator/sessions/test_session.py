@@ -20,7 +20,7 @@ from coordinator.workers.choosers import NoVerifier
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
 from coordinator.workers.worker_connection import WorkerConnection
-from outrider.protocol.errors import OutriderError, Overloaded, PeerLost
+from outrider.protocol.errors import Fenced, OutriderError, Overloaded, PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason, SourceTally, TokenKind, Verdict
@@ -168,3 +168,41 @@ async def test_guesses_after_a_stop_string_are_not_counted(stage: Stage) -> None
     stats = session.stats.values()
     assert (stats.accepted_tokens, stats.acceptance_length) == (3, 3.0)
     assert [each.accepted for each in stats.drafters] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "abandoned"), [(Fenced("epoch 2"), 1), (Overloaded("full"), 0)], ids=lambda value: type(value).__name__
+)
+async def test_a_session_that_another_coordinator_continues_has_not_failed(
+    stage: Stage, error: OutriderError, abandoned: int
+) -> None:
+    """It is counted where it ends."""
+    stage.acts = iter([said(0), error, error])
+    session = Session(SessionRecord("s", REQUEST), TARGET, stage.manager._context)
+    session.start()
+    await session.closed()
+    assert session.error is not None
+    await asyncio.sleep(0)
+    assert _ended(stage, session.error.code) == (abandoned, 1 - abandoned)
+
+
+async def test_a_session_that_a_shutdown_stops_has_not_failed(stage: Stage) -> None:
+    session = stage.manager._run(Session(SessionRecord("s", REQUEST), TARGET, stage.manager._context))
+    reached = asyncio.Event()
+
+    async def wait(*_: object, **__: object) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    stage.manager.worker_pool.wait_for = wait  # type: ignore[method-assign,assignment]
+    await asyncio.wait_for(reached.wait(), 5)
+    await stage.manager.stop()
+    assert session.error is not None
+    assert _ended(stage, session.error.code) == (1, 0)
+
+
+def _ended(stage: Stage, code: str) -> tuple[float | None, float | None]:
+    """Return how many requests were abandoned, and how many have failed with this code."""
+    value = stage.manager.metrics.registry.get_sample_value
+    abandoned = value("outrider_request_success_total", {"model_name": "m", "finished_reason": "abandoned"})
+    return abandoned, value("outrider_requests_failed_total", {"model_name": "m", "code": code})
