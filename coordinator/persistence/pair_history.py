@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import replace
-
-import structlog
 
 from coordinator.control.estimator import MAX_GAINED, PairHistory
 from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.store import Store
-
-log = structlog.get_logger(__name__)
 
 WRITE_EVERY_S = 2.0
 SHARE = 0.3  # weight of a session in the history
@@ -31,15 +28,13 @@ class PairHistoryStore:
 
     async def recall(self, target: str, drafter: str) -> PairHistory | None:
         pair = (target, drafter)
-        if pair not in self._known:
-            try:
+        if pair not in self._known and self._store.up:  # else a drafter would be attached seconds later
+            with suppress(StoreDown):
                 found = await self._store.pair(target, drafter)
-            except StoreDown as error:
-                log.debug("pair history not available", error=error.message)
-                return None
-            self._keep(pair, self._known.get(pair, found))  # a session may have ended meanwhile
-        self._known.move_to_end(pair)
-        return self._known[pair]
+                self._keep(pair, self._known.get(pair, found))  # a session may have ended meanwhile
+        if pair in self._known:
+            self._known.move_to_end(pair)
+        return self._known.get(pair)
 
     def remember(self, target: str, drafter: str, history: PairHistory) -> None:
         pair = (target, drafter)

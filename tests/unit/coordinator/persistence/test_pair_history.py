@@ -97,3 +97,15 @@ def test_a_drafting_time_that_is_not_known_changes_none() -> None:
         pairs.remember("target", "d", shown(shown_ms))
         assert pairs._known["target", "d"] is not None
         assert pairs._known["target", "d"].draft_ms == pytest.approx(kept_ms)
+
+
+async def test_a_redis_that_hangs_keeps_no_session_from_its_drafter() -> None:
+    """Each question would wait for seconds, and be asked again by the next session."""
+    store = FakeStore()
+    store.pairs["target", "ours"] = shown(1.0)
+    store.up = False
+    pairs = PairHistoryStore(cast(Store, store))
+    assert await pairs.recall("target", "ours") is None
+    assert store.asked == []
+    store.up = True
+    assert await pairs.recall("target", "ours") == shown(1.0)
