@@ -164,6 +164,7 @@ class SessionManager:
             known_id = await self._keys.reserve(key, record.session_id, request) if key else record.session_id
         except BaseException:
             del self._sessions[record.session_id]
+            session.stop(Unavailable("the first request with this idempotency_key failed", retry_after_ms=500))
             raise
         if known_id == record.session_id:
             session.start()

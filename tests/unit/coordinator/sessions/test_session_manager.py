@@ -200,3 +200,25 @@ async def test_a_repeated_idempotency_key_is_answered_whatever_the_limits_say(re
         assert await requests.manager.begin(REQUEST, TARGET, "key") is first
         with pytest.raises(Overloaded):
             await requests.manager.begin(REQUEST, TARGET, "another")
+
+
+async def test_a_retry_does_not_wait_for_a_request_that_was_cancelled_before_it_began(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis has reserved the key, and its answer to the first request is late."""
+    reserved: list[str] = []
+
+    async def reserve(key: str, session_id: str, request: SessionRequest) -> str:
+        reserved.append(session_id)
+        if len(reserved) == 1:
+            await asyncio.Event().wait()
+        return reserved[0]
+
+    monkeypatch.setattr(requests.manager._keys, "reserve", reserve)
+    first = asyncio.create_task(requests.manager.begin(REQUEST, TARGET, "key"))
+    await asyncio.sleep(0)
+    followed = await requests.manager.begin(REQUEST, TARGET, "key")
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert followed.ended, "else it is followed for ever"
+    assert isinstance(followed.error, Unavailable)
