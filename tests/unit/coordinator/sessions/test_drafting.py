@@ -307,6 +307,8 @@ class SameProcess(VerifierStream):
 class NoPairs:
     """A Redis without pair histories."""
 
+    up = True
+
     async def pair(self, target: str, drafter: str) -> PairHistory | None:
         return None
 

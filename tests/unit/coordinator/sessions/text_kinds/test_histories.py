@@ -37,6 +37,8 @@ OWN = [_WORDS.randrange(10_000, 90_000) for _ in range(64)]  # an answer that re
 class Remembering:
     """A Redis that has what was written."""
 
+    up = True
+
     def __init__(self) -> None:
         self.pairs: dict[str, PairHistory] = {}
 
