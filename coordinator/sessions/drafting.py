@@ -206,8 +206,7 @@ class Drafting:
                 return self.control.would_guess(_best_drafter(verifier, connection, pair, shares_cores=True))
 
             await histories.until_promising(self._record.tokens, pair, self._estimator, pay, self._want_hidden_states)
-        self._sources += 1
-        source = self._sources
+        source = self._sources = self._sources + 1
         if linked is not None:
             linked.expect_direct(source)
         pair.link(direct=linked is not None, trust=self._text.cold)

@@ -49,8 +49,8 @@ def stop_ids(params: SamplingParams, target: Target) -> frozenset[int]:
     return frozenset((*params.stop_token_ids, *ends))
 
 
-def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], target: Target) -> None:
-    """Append tokens that the client has and the record lacks, in rejection and block mode.
+def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], target: Target, *, closed: bool) -> None:
+    """Append tokens that the client has and the record lacks, in rejection and block mode; raise if it is `closed`.
 
     There they cannot be generated again. In the other modes they are, and the client's tokens are ignored.
     """
@@ -63,7 +63,7 @@ def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], tar
     known = len(record.tokens)
     start = position - len(tail)
     both = slice(start, min(known, position))
-    if list(tail[: max(0, known - start)]) != record.tokens[both]:
+    if list(tail[: max(0, known - start)]) != record.tokens[both] or (closed and position > known):
         raise Conflict(f"tail differs from what session {record.session_id} has", field="tail", limit="as streamed")
     if start > known:
         raise Conflict(

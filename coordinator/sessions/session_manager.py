@@ -204,6 +204,7 @@ class SessionManager:
         async with self._claiming.setdefault(session_id, asyncio.Lock()):  # a second claim would fence the first
             if (live := self._live(session_id)) is not None:
                 check_position(position, live.record)
+                append_tail(live.record, position, tail, live.target, closed=True)
                 return live
             self.targets.check_any()
             if self._draining:  # before it claims the session
@@ -213,9 +214,9 @@ class SessionManager:
                 message = f"no verifier of the target of session {session_id} has reported; is one starting?"
                 raise Unavailable(message, field="session_id", value=session_id, retry_after_ms=500)
             self.store.check(record, target.info)
+            check_position(position, record)
+            append_tail(record, position, tail, target, closed=record.finished)
             if not record.finished:
-                check_position(position, record)
-                append_tail(record, position, tail, target)
                 await finish_ended(record, target)
                 self._quotas.admit_takeover(tenant(), *self._held())
             check_position(position, record)

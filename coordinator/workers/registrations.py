@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import structlog
 
@@ -67,10 +67,8 @@ class Registrations:
             raise Unavailable("this worker was removed; register again", retry_after_ms=_AGAIN_MS)
         record_report(connection, info)
         connection.seen_at = connection.reported_at = time.monotonic()
-        try:
+        with suppress(StoreDown):  # which is logged, once
             await self._store.put_worker(info, int(1000 * self._lost_after_s))
-        except StoreDown as error:
-            log.debug("worker not written to redis", worker=info.worker_id, error=error.message)
 
     async def remove(self, worker_id: str) -> None:
         """Remove a worker whose registration stream has ended."""

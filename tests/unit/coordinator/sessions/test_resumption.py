@@ -88,16 +88,16 @@ async def test_tokens_that_a_grammar_does_not_allow_are_refused(target: Target) 
 @pytest.mark.parametrize("mode", [Verification.GREEDY, Verification.COUPLED])
 def test_what_can_be_made_again_is_not_taken_from_a_client(target: Target, mode: Verification) -> None:
     record = record_of([1, 2], verification=mode, temperature=0.0 if mode is Verification.GREEDY else 1.0)
-    append_tail(record, 4, (9, 9, 9, 9), target)
+    append_tail(record, 4, (9, 9, 9, 9), target, closed=False)
     assert record.tokens == [1, 2]
 
 
 def test_what_cannot_be_made_again_is(target: Target) -> None:
     record = record_of([1, 2, 3], verification=Verification.REJECTION, logprobs=0)
-    append_tail(record, 5, (2, 3, 4, 5), target)
+    append_tail(record, 5, (2, 3, 4, 5), target, closed=False)
     assert record.tokens == [1, 2, 3, 4, 5]
     assert len(record.logprobs) == 2
-    append_tail(record, 3, (3,), target)
+    append_tail(record, 3, (3,), target, closed=False)
     assert record.tokens == [1, 2, 3, 4, 5]
 
 
@@ -116,7 +116,7 @@ def test_a_tail_that_cannot_be_is_refused(
 ) -> None:
     record = record_of([1, 2, 3], verification=Verification.BLOCK)
     with pytest.raises(error):
-        append_tail(record, position, tail, target)
+        append_tail(record, position, tail, target, closed=False)
     assert record.tokens == [1, 2, 3]
 
 

@@ -20,7 +20,7 @@ from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
 from outrider.protocol.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.toy_models import byte_tokenizer
@@ -222,3 +222,24 @@ async def test_a_retry_does_not_wait_for_a_request_that_was_cancelled_before_it_
     await asyncio.gather(first, return_exceptions=True)
     assert followed.ended, "else it is followed for ever"
     assert isinstance(followed.error, Unavailable)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize(("position", "tail"), [(4, (5, 5, 7, 7)), (4, ()), (2, (5, 7))])
+async def test_a_client_with_another_text_is_not_given_the_rest_of_this_one(
+    requests: Requests, position: int, tail: tuple[int, ...], ended: bool
+) -> None:
+    """In rejection mode: its coordinator was taken over from, and another client had the session continued."""
+    params = replace(REQUEST.params, verification=Verification.REJECTION)
+    record = SessionRecord("s", replace(REQUEST, params=params), model=TARGET.identity, epoch=2)
+    record.append([5] * 2, [TokenKind.PLAIN] * 2, ())
+    if ended:
+        requests.store()
+        record.finish_reason = FinishReason.STOP
+        requests.manager.ended.keep(record)
+    else:
+        requests.manager._run(Session(record, TARGET, requests.manager._context))
+    with pytest.raises(Conflict if position == 2 or not ended else InvalidRequest):
+        await requests.manager.take_over("s", position, tail)
+    session = await requests.manager.take_over("s", 2, (5, 5))
+    assert session.record.tokens == [5, 5]
