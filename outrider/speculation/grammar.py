@@ -12,11 +12,9 @@ import os
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +26,6 @@ from outrider.protocol.sampling_params import Grammar, SamplingParams
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-T = TypeVar("T")
 Masks = npt.NDArray[np.bool_]
 
 # Limits of one grammar. The first mask, at compilation, takes at most half a second and about a hundred megabytes; a
@@ -45,7 +42,6 @@ _INTERNALS = re.compile("<state>|<non-verbose/>")
 
 # Whitespace between the parts of a JSON text: none, one space, or a line break with indentation.
 WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
-_ANY_OBJECT = '{"type": "object"}'
 
 
 class GrammarMatcher:
@@ -54,11 +50,11 @@ class GrammarMatcher:
     A mask depends only on the tokens before it, not on earlier queries: equal outputs get equal masks on every service.
     """
 
-    def __init__(self, grammar: Grammar, start: Callable[[], LLMatcher], ends: Sequence[int], ignore_eos: bool) -> None:
+    def __init__(self, compiler: GrammarCompiler, grammar: Grammar, ignore_eos: bool) -> None:
+        self._compiler = compiler
         self._grammar = grammar
-        self._start = start
-        self._matcher = start()
-        self._ends = list(ends)
+        self._matcher = compiler.start(grammar)
+        self._ends = list(compiler.ends)
         self._ignore_eos = ignore_eos
         self._committed: list[int] = []
         self._ahead: list[int] = []  # guesses after that, up to the matcher's state
@@ -99,8 +95,7 @@ class GrammarMatcher:
             if mask is None:
                 refused = path
             else:
-                known = min(len(mask), vocab_size)
-                masks[index, :known] = mask[:known]
+                masks[index, : len(mask)] = mask[:vocab_size]
         self._move_to(())
         return masks
 
@@ -116,11 +111,10 @@ class GrammarMatcher:
     # another. A failed operation is repeated once with a new matcher: then the result depends on the tokens alone.
 
     def _consume(self, token: int) -> None:
-        if self._matcher.consume_token(token):
-            return
-        self._restart()
         if not self._matcher.consume_token(token):
-            raise self._failed(self._matcher.get_error())
+            self._restart()
+            if not self._matcher.consume_token(token):
+                raise self._failed(self._matcher.get_error())
 
     def _mask_after(self, path: tuple[int, ...]) -> Masks | None:
         """Return which ids may follow a path of guesses.  # [ids of the tokenizer]
@@ -129,7 +123,6 @@ class GrammarMatcher:
         """
         if not set(self._ends).isdisjoint(path):
             return None
-        reason = ""
         for first in (True, False):
             if self._move_to(path):
                 if path and self._matcher.is_stopped():
@@ -166,6 +159,8 @@ class GrammarMatcher:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._mask_s = max(time.thread_time() - started, self._mask_s * _MASK_TIME_DECAY)
         mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
+        if np.count_nonzero(mask) == 1:
+            mask = np.arange(len(mask)) == self._compiler.spell(int(mask.argmax()), self._matcher)
         if self._ignore_eos:
             further = mask.copy()
             further[self._ends] = False
@@ -174,14 +169,13 @@ class GrammarMatcher:
 
     def _restart(self) -> None:
         started = time.perf_counter()
-        self._matcher, self._behind, self._ahead = self._start(), None, []
+        self._matcher, self._behind, self._ahead = self._compiler.start(self._grammar), None, []
         self._matcher.consume_tokens(self._committed)
         self._mask_s = max(self._mask_s, time.perf_counter() - started)
 
     def _failed(self, reason: str) -> InvalidRequest:
-        grammar = self._grammar
-        message = f"{grammar.field} failed after {len(self._committed)} tokens: {_plain(reason)}"
-        return InvalidRequest(message, field=grammar.field, value=grammar.text)
+        message = f"{self._grammar.field} failed after {len(self._committed)} tokens: {_plain(reason)}"
+        return InvalidRequest(message, field=self._grammar.field, value=self._grammar.text)
 
 
 class GrammarCompiler:
@@ -189,9 +183,9 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Callable[[], str], ends: Sequence[int]) -> None:
         self._read_tokenizer = tokenizer
-        self._ends = tuple(ends)
+        self.ends = tuple(ends)
         self._tokenizer: LLTokenizer | None = None
-        self._known = (OrderedDict[Grammar, LLMatcher](), OrderedDict[Grammar, LLMatcher]())  # those of one text apart
+        self._known = (dict[Grammar, LLMatcher](), dict[Grammar, LLMatcher]())  # those of one text apart
         self._lock = threading.Lock()  # one compilation at a time: many large grammars use one core
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         # With RUST_BACKTRACE the library records the stack with each error, which takes minutes for a deep one.
@@ -204,9 +198,8 @@ class GrammarCompiler:
         """
         grammar = params.grammar
         assert grammar is not None
-        guide = GrammarMatcher(grammar, partial(self._start, grammar), self._ends, params.ignore_eos)
-        end = guide.advance(output)
-        if end is not None and end < len(output):
+        guide = GrammarMatcher(self, grammar, params.ignore_eos)
+        if (end := guide.advance(output)) not in (None, len(output)):
             raise InvalidRequest.of("open.tokens", f"{len(output)} output tokens", f"{end}: {grammar.field} ends there")
         return guide
 
@@ -214,7 +207,8 @@ class GrammarCompiler:
         """Return the same without blocking the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, params, output)
 
-    def _start(self, grammar: Grammar) -> LLMatcher:
+    def start(self, grammar: Grammar) -> LLMatcher:
+        """Return a matcher of its own at the beginning of the grammar."""
         known = self._known[grammar.lark.startswith(ONE_TEXT)]
         with self._lock:
             matcher = known.pop(grammar, None)
@@ -222,8 +216,16 @@ class GrammarCompiler:
                 matcher = _on_deep_stack(lambda: self._build(grammar))
             known[grammar] = matcher
             if len(known) > _MAX_COMPILED:
-                known.popitem(last=False)
+                del known[next(iter(known))]
             return matcher.deep_copy()
+
+    def spell(self, token: int, matcher: LLMatcher) -> int:
+        """Return the token of a mask that allows no other. Where text spells a special token, llguidance names that."""
+        assert self._tokenizer is not None
+        forced = matcher.compute_ff_bytes() if self._tokenizer.is_special_token(token) else b""
+        if forced[:1] in (b"", b"\xff"):  # not by text: the end, or a token that the grammar names
+            return token
+        return self._tokenizer.greedy_tokenize(forced.decode(errors="ignore"))[0]
 
     def _build(self, grammar: Grammar) -> LLMatcher:
         self._tokenizer = self._tokenizer or self._load(grammar)
@@ -238,13 +240,13 @@ class GrammarCompiler:
         return matcher
 
     def _load(self, grammar: Grammar) -> LLTokenizer:
-        if not self._ends:
+        if not self.ends:
             raise _rejected(grammar, "the target has no end token")
         try:
             definition = json.loads(self._read_tokenizer()) | {"truncation": None, "padding": None}
             twins = _twins(definition.get("model", {}).get("vocab") or ())
             definition["added_tokens"] = [*definition.get("added_tokens", ()), *twins]
-            return LLTokenizer(json.dumps(definition), eos_token=list(self._ends))
+            return LLTokenizer(json.dumps(definition), eos_token=list(self.ends))
         except (OSError, ValueError) as error:
             raise _rejected(grammar, f"the bytes of the target's tokens are unknown: {error}") from error
 
@@ -266,16 +268,14 @@ def _has_limits_left(matcher: LLMatcher) -> bool:
 
 
 def _definition(grammar: Grammar) -> str:
-    if grammar.json_object:
-        return LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=WHITESPACE)
-    if grammar.json_schema:
-        return LLMatcher.grammar_from_json_schema(grammar.json_schema, defaults=WHITESPACE)
     if grammar.regex:
         return LLMatcher.grammar_from_regex(grammar.regex)
-    return LLMatcher.grammar_from_lark(grammar.lark)
+    if grammar.lark:
+        return LLMatcher.grammar_from_lark(grammar.lark)
+    return LLMatcher.grammar_from_json_schema(grammar.json_schema or '{"type": "object"}', defaults=WHITESPACE)
 
 
-def _on_deep_stack(work: Callable[[], T]) -> T:
+def _on_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
     """Run `work` in a thread with a large stack. The compiler recurses over chains of rules, and a long one would
     overflow an ordinary stack and end the process. Only the used part of a stack takes memory."""
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-compiler")

@@ -503,3 +503,22 @@ def test_guesses_change_no_mask_of_a_text_that_is_given_by_ids(grammars: Grammar
         ended = guide.advance(ahead[:count])
         done += count
     assert ended == count
+
+
+@pytest.mark.parametrize("mark", ["<|end|>", "<|sep|>"])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("form", ["json_schema", "regex", "lark"])
+def test_text_that_spells_a_special_token_is_written_in_letters(form: str, ignore_eos: bool, mark: str) -> None:
+    """Forced text, for which llguidance itself allows the special token, and then refuses it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|sep|>"]})
+    compiler = GrammarCompiler(partial(tokenizer_json, tokenizer), [END])
+    text = f'"q{mark}x"'
+    grammar = {"json_schema": f'{{"const": "q{mark}x"}}', "regex": re.escape(text), "lark": f'start: "\\"q{mark}x\\""'}
+    guide = compiler.compile(asked(ignore_eos=ignore_eos, **{form: grammar[form]}))
+    letters = spelt(text[:3]) + [token for letter in text[3:] for token in spelt(letter)]  # none of them special
+    for at, token in enumerate(letters):
+        ahead = guide.allowed([letters[at:upto] for upto in range(at, len(letters))], VOCAB + 1)
+        assert [row.nonzero()[0].tolist() for row in ahead] == [[each] for each in letters[at:]]
+        ended = guide.advance([token])
+    assert ended == 1
