@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 
 from coordinator.persistence.redis_connection import StoreDown
@@ -17,8 +18,9 @@ _REMEMBERED = 2_000_000  # tokens, about 80 MB
 class EndedSessions:
     """Records of the calling tenant's sessions: those that ended here recently, and those of all coordinators."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, forget: Callable[[str], None] = lambda _: None) -> None:
+        """Start empty; `forget` is called with the id of each session that is no longer remembered."""
+        self._store, self._forget = store, forget
         self.recent: OrderedDict[str, SessionRecord] = OrderedDict()
         self._sizes: dict[str, int] = {}  # when they were kept: a record that is resumed grows
 
@@ -26,11 +28,13 @@ class EndedSessions:
         """Remember a session that has ended here."""
         self.recent[record.session_id] = record
         self.recent.move_to_end(record.session_id)
-        # As tokens: log probabilities take many times the memory.
+        # As tokens: log probabilities take many times the memory, and a parameter's text a quarter a character.
         size = 500 + len(record.request.prompt) + len(record.tokens) + 40 * len(record.logprobs)
-        self._sizes[record.session_id] = size
+        self._sizes[record.session_id] = size + len(repr(record.request.params)) // 4
         while sum(self._sizes.values()) > _REMEMBERED:
-            del self._sizes[self.recent.popitem(last=False)[0]]
+            oldest, _ = self.recent.popitem(last=False)
+            del self._sizes[oldest]
+            self._forget(oldest)
 
     async def load(self, session_id: str) -> tuple[SessionRecord, bool]:
         """Claim a session; return its record, and whether it is stored as finished."""
@@ -41,10 +45,9 @@ class EndedSessions:
             if recent is None:
                 raise
             record, answered = replace(recent, epoch=recent.epoch + (not recent.guessed), guessed=True), False
+        record = record or recent
         if record is None:
-            if recent is None:
-                raise _unknown(session_id)
-            record = recent
+            raise _unknown(session_id)
         stored_as_finished = record.finished and answered
         # A claim counts an unfinished session's epoch on by one; beyond that another coordinator may have owned it.
         if recent is not None and recent.epoch - recent.guessed + (not record.finished) >= record.epoch:
@@ -55,11 +58,9 @@ class EndedSessions:
 
     async def cancel(self, session_id: str) -> bool:
         """Cancel a session; return False if it had ended already."""
-        recent = self._remembered(session_id)
-        if recent is not None and recent.finished:
+        if (recent := self._remembered(session_id)) is not None and recent.finished:
             return False
-        cancelled = await self._store.cancel(session_id, tenant().id)
-        if cancelled is None:
+        if (cancelled := await self._store.cancel(session_id, tenant().id)) is None:
             raise _unknown(session_id)
         return cancelled
 

@@ -1,7 +1,7 @@
 """Write-behind of session records to Redis: batched, retried, outside the token path.
 
-Each batch writes a changed session once, so that no session delays another. Without Redis only the ids of changed
-sessions are kept. A record that Redis lost is written again in full.
+Each batch writes a changed session once, so that no session delays another. Without Redis a batch is a few attempts.
+Sessions that have ended wait as long as they are remembered. What Redis lost is written again in full.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import structlog
 
-from coordinator.persistence.redis_connection import StoreDown
+from coordinator.persistence.redis_connection import MAX_CONNECTIONS, StoreDown
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.persistence.store import Store
+from outrider.base.aio import until
 from outrider.observability.request_context import current
 
 log = structlog.get_logger(__name__)
@@ -29,11 +30,11 @@ FIRST_WRITE_DOWN_S = 0.05  # while Redis does not answer
 class Entry:
     """State of one session in Redis."""
 
-    def __init__(self, record: SessionRecord, on_fenced: Callable[[], None], durable: int = 0) -> None:
+    def __init__(self, record: SessionRecord, on_fenced: Callable[[], None]) -> None:
         self.record = record
         self.on_fenced = on_fenced
-        self.durable = durable  # output tokens that are in Redis
-        self.known = durable > 0  # the request is in Redis
+        self.durable = 0  # output tokens that are in Redis
+        self.known = False  # the request is in Redis
         self.finish_written = False
         self.opening = False  # such a write is in progress, see `WriteBehind.write_first`
         self.request_id = current().request_id
@@ -51,7 +52,6 @@ class WriteBehind:
         self._store = store
         self._dirty: dict[str, Entry] = {}
         self._pending = asyncio.Event()
-        self._batch = asyncio.Lock()  # held while a batch is written
         self._pause_s = BATCH_S  # before the next batch
 
     @property
@@ -63,6 +63,10 @@ class WriteBehind:
         self._dirty[entry.record.session_id] = entry
         self._pending.set()
 
+    def forget(self, session_id: str) -> None:
+        """Drop the changes of a session."""
+        self._dirty.pop(session_id, None)
+
     async def write_first(self, entry: Entry, failed: str = "session started without redis") -> None:
         """Write a session before its id or its end is sent; without an answer in time, log it and write later."""
         # A single slow answer marks Redis as down, although it may accept the next write.
@@ -73,8 +77,7 @@ class WriteBehind:
                 if await self._write(entry) and not entry.known:  # Redis has lost it: now as a whole
                     await self._write(entry)
         except (StoreDown, TimeoutError) as error:
-            reason = str(error) or f"no answer within {seconds:g} s"
-            log.warning(failed, session_id=entry.record.session_id, error=reason)
+            log.warning(failed, session_id=entry.record.session_id, error=str(error) or f"no answer in {seconds:g} s")
         finally:
             entry.opening = False
 
@@ -84,40 +87,32 @@ class WriteBehind:
             await asyncio.sleep(self._pause_s)
             self._pending.clear()
             await self._write_batch()
-            if self._dirty and not self._store.up:
+            if self._dirty:
+                self._pending.set()
+            if not self._store.up:
                 await asyncio.sleep(RETRY_S)
 
     async def flush(self, seconds: float) -> bool:
-        """Write all changes; return False if that takes longer than `seconds`."""
-        try:
-            async with asyncio.timeout(seconds):
-                while self._dirty or self._batch.locked():
-                    await self._write_batch()
-                    if self._dirty:
-                        await asyncio.sleep(BATCH_S)
-        except TimeoutError:
-            return False
-        return True
+        """Wait until `run` has written all changes; return False if that takes longer than `seconds`."""
+        return await until(lambda: not self._dirty, seconds)
 
     async def _write_batch(self) -> None:
-        async with self._batch:
-            batch = list(self._dirty.values())
-            self._pause_s = min(MAX_BATCH_S, max(BATCH_S, len(batch) / SESSIONS_PER_S))
-            self._dirty.clear()
-            await asyncio.gather(*(self._update(entry) for entry in batch))
+        batch = list(self._dirty.values())
+        self._pause_s = min(MAX_BATCH_S, max(BATCH_S, len(batch) / SESSIONS_PER_S))
+        for start in range(0, len(batch), MAX_CONNECTIONS):
+            await asyncio.gather(*map(self._update, batch[start : start + MAX_CONNECTIONS]))
+            if not self._store.up:
+                return  # thousands of attempts would take seconds of the event loop
 
     async def _update(self, entry: Entry) -> None:
         if entry.opening:
-            self.mark_changed(entry)  # checked again later: the first write may fail
-            return
-        if entry.current:
-            return
+            return  # checked again later: the first write may fail
         try:
-            fenced = not await self._write(entry)
+            done = entry.current or not await self._write(entry) or entry.current
         except StoreDown:
-            fenced = False
-        if not fenced and not entry.current:
-            self.mark_changed(entry)
+            return
+        if done and self._dirty.get(entry.record.session_id) is entry:
+            self.forget(entry.record.session_id)
 
     async def _write(self, entry: Entry) -> bool:
         """Write the changes of a session; return False if another coordinator owns it now."""

@@ -58,7 +58,7 @@ class SessionContext:
 class Session:
     """A session of this coordinator: new, taken over from another coordinator, or finished and read again."""
 
-    def __init__(self, record: SessionRecord, target: Target, context: SessionContext, *, durable: int = 0) -> None:
+    def __init__(self, record: SessionRecord, target: Target, context: SessionContext) -> None:
         self.record = record
         self.stats = RequestStats(context.metrics.of(target.info.name))
         self.followers = 0
@@ -69,7 +69,7 @@ class Session:
         self._context = context
         self._tenant = tenant()
         self.urgency = urgency()
-        self._entry = Entry(record, lambda: self.stop(fenced(record.session_id)), durable)
+        self._entry = Entry(record, lambda: self.stop(fenced(record.session_id)))
         self._task: asyncio.Task[None] | None = None
         prefix = PromptPrefix(request.prompt, request.cache_salt, request.params.max_tokens + _EXTRA_TOKENS)
         self._verifiers = VerifierChooser(context.worker_pool, context.worker_wait_s, target.identity, prefix)

@@ -95,7 +95,7 @@ class SessionManager:
         self._sessions: dict[str, Session] = {}
         self._claiming: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by session
         self.attached: list[str] = []  # tenants of sessions that engines attached
-        self.ended = EndedSessions(self.store)
+        self.ended = EndedSessions(self.store, self._forget)
         self._keys = IdempotencyKeys(self.store)
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
@@ -160,16 +160,16 @@ class SessionManager:
         session = Session(record, target, self._context)
         # Stored before the first await, so that a second request with the same key finds it.
         self._sessions[record.session_id] = session
+        known_id = ""
         try:
             known_id = await self._keys.reserve(key, record.session_id, request) if key else record.session_id
-        except BaseException:
-            del self._sessions[record.session_id]
-            session.stop(Unavailable("the first request with this idempotency_key failed", retry_after_ms=500))
-            raise
+        finally:
+            if known_id != record.session_id:
+                del self._sessions[record.session_id]
+                session.stop(Unavailable("the first request with this idempotency_key failed", retry_after_ms=500))
         if known_id == record.session_id:
             session.start()
             return session
-        del self._sessions[record.session_id]
         return await self._find_by_key(replace(record, session_id=known_id), target)
 
     def admit(self, num_tokens: int) -> None:
@@ -263,3 +263,7 @@ class SessionManager:
         if self._sessions.get(session_id) is session:
             del self._sessions[session_id]
         self.ended.keep(session.record)
+
+    def _forget(self, session_id: str) -> None:
+        if not self.store.up and session_id not in self._sessions:  # else it is about to be written
+            self.write_behind.forget(session_id)

@@ -32,6 +32,10 @@ def _time_to_write_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.persistence.write_behind.FIRST_WRITE_S", 10.0)
 
 
+async def no_batch() -> None:
+    """Write nothing, in place of a batch."""
+
+
 async def lose_the_end(house: House, session_id: str, tokens: int) -> None:
     """As if its coordinator had died when only these output tokens were in Redis."""
     key = f"outrider:session:{{{session_id}}}"
@@ -169,8 +173,8 @@ async def test_an_answer_that_cannot_be_drawn_again_is_stored_before_its_end_is_
     async with (
         client(house.coordinator) as stub,
         redis.Redis.from_url(house.redis.url) as there,
-        house.service.sessions.write_behind._batch,  # no other writes
     ):
+        monkeypatch.setattr(house.service.sessions.write_behind, "_write_batch", no_batch)  # no other writes
         output = await generate(stub, request)
         assert await there.hget(f"outrider:session:{{{output.session_id}}}", "finish") is not None
         kept = await there.get(f"outrider:tokens:{{{output.session_id}}}")
@@ -209,12 +213,15 @@ async def test_another_seed_makes_another_request(house: House) -> None:
 # --- who has it -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_client_that_comes_back_before_its_coordinator_knows_of_another_loses_nothing(house: House) -> None:
+async def test_a_client_that_comes_back_before_its_coordinator_knows_of_another_loses_nothing(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another coordinator has claimed the session meanwhile; the next write would end it with an error."""
     request = ask(PROMPT, seed=8, max_tokens=600, ignore_eos=True, gamma=0)
     async with client(house.coordinator) as stub, redis.Redis.from_url(house.redis.url) as there:
         wanted = await generate(stub, request)
-        async with house.service.sessions.write_behind._batch:  # no writes
+        with monkeypatch.context() as patch:
+            patch.setattr(house.service.sessions.write_behind, "_write_batch", no_batch)
             first = stub.Generate(request, timeout=30)
             session_id = (await first.read()).started.session_id
             await there.hincrby(f"outrider:session:{{{session_id}}}", "epoch", 1)

@@ -12,7 +12,7 @@ from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.persistence.store import Store
 from outrider.protocol.errors import NotFound
-from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.sampling_params import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, Grammar, SamplingParams
 from outrider.protocol.speculation import FinishReason, TokenKind
 
 NONE, CANCELLED = FinishReason.NONE, FinishReason.CANCELLED
@@ -125,3 +125,16 @@ def test_what_is_kept_is_bounded_by_size() -> None:
     for number in range(1_000):
         sessions.keep(replace(record_of(100, epoch=1), session_id=f"usual-{number}"))
     assert {f"usual-{number}" for number in range(1_000)} <= sessions.recent.keys()
+
+
+def test_large_parameters_count_as_what_is_kept() -> None:
+    """A short answer to a request with a grammar and a bias for each token keeps both."""
+    grammar, biases = Grammar(regex="a" * MAX_GRAMMAR_BYTES), dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)
+    request = SessionRequest((1, 2), SamplingParams(seed=1, logit_bias=biases, grammar=grammar, stop=("x" * 500,) * 16))
+    forgotten: list[str] = []
+    sessions = EndedSessions(cast(Store, None), forgotten.append)
+    for number in range(1_000):
+        sessions.keep(SessionRecord(f"large-{number}", request))
+    most_bytes = MAX_GRAMMAR_BYTES + 100 * MAX_LOGIT_BIAS + 16 * 500
+    assert 50 < len(sessions.recent) < 100_000_000 // most_bytes
+    assert forgotten == [f"large-{number}" for number in range(1_000 - len(sessions.recent))]

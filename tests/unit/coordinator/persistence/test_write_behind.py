@@ -7,10 +7,18 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.persistence.redis_connection import StoreDown
+from coordinator.persistence.redis_connection import MAX_CONNECTIONS, StoreDown
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.persistence.store import Store
-from coordinator.persistence.write_behind import BATCH_S, FIRST_WRITE_S, SESSIONS_PER_S, Entry, WriteBehind
+from coordinator.persistence.write_behind import (
+    BATCH_S,
+    FIRST_WRITE_S,
+    MAX_BATCH_S,
+    RETRY_S,
+    SESSIONS_PER_S,
+    Entry,
+    WriteBehind,
+)
 from outrider.base.aio import until
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason
@@ -26,6 +34,7 @@ class SlowStore:
         self.up = True  # as far as is known
         self.answers = True
         self.write_s = write_s
+        self.refused = ""  # the session that it never takes
         self.known: dict[str, int] = {}
         self.writes = 0
         self.finished: set[str] = set()
@@ -33,7 +42,8 @@ class SlowStore:
     async def write(self, record: SessionRecord, start: int, end: int, *, whole: bool) -> str:
         self.writes += 1
         await asyncio.sleep(self.write_s)
-        if not self.answers:
+        self.up = self.answers and record.session_id != self.refused
+        if not self.up:
             raise StoreDown("away")
         if not whole and record.session_id not in self.known:
             return "MISSING"
@@ -86,6 +96,7 @@ async def test_a_session_that_grows_without_end_keeps_no_other_waiting() -> None
 async def test_what_redis_lost_is_written_again_whole() -> None:
     store = SlowStore()
     write_behind = journal_over(store)
+    running = asyncio.create_task(write_behind.run())
     entry = entry_of("lost")
     await write_behind.write_first(entry)
     store.known.clear()
@@ -93,6 +104,7 @@ async def test_what_redis_lost_is_written_again_whole() -> None:
     write_behind.mark_changed(entry)
     assert await write_behind.flush(10)
     assert store.known == {"lost": 1}
+    running.cancel()
 
 
 async def test_opening_waits_for_redis_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,3 +208,48 @@ async def test_an_end_that_is_awaited_is_written_though_redis_lost_the_session()
     assert entry.current
     assert store.known == {"s": 1}
     assert store.finished == {"s"}
+
+
+async def test_a_store_that_is_away_costs_a_few_attempts_however_many_sessions_wait() -> None:
+    """Thousands of attempts stopped the event loop for seconds, again and again."""
+    store = SlowStore(0.0)
+    write_behind = journal_over(store)
+    for number in range(1000):
+        write_behind.mark_changed(entry_of(str(number)))
+    store.answers = False
+    running = asyncio.create_task(write_behind.run())
+    assert await until(lambda: store.writes > 0, 5)
+    await asyncio.sleep(MAX_BATCH_S + 2 * RETRY_S)
+    assert store.writes <= 4 * MAX_CONNECTIONS
+    assert write_behind.unwritten == 1000
+    store.answers = True
+    assert await until(lambda: write_behind.unwritten == 0, 10)
+    assert len(store.known) == 1000
+    running.cancel()
+
+
+async def test_a_session_that_redis_never_takes_keeps_no_other_from_it() -> None:
+    """Its failure looks as if Redis were away."""
+    store = SlowStore(0.0)
+    store.refused = "0"
+    write_behind = journal_over(store)
+    for number in range(3 * MAX_CONNECTIONS):
+        write_behind.mark_changed(entry_of(str(number)))
+    running = asyncio.create_task(write_behind.run())
+    assert await until(lambda: write_behind.unwritten == 1, 10)
+    assert len(store.known) == 3 * MAX_CONNECTIONS - 1
+    running.cancel()
+
+
+async def test_what_is_forgotten_during_a_write_is_not_written_again() -> None:
+    store = SlowStore(5 * BATCH_S)
+    store.answers = False
+    write_behind = journal_over(store)
+    running = asyncio.create_task(write_behind.run())
+    write_behind.mark_changed(entry_of("forgotten"))
+    assert await until(lambda: store.writes == 1, 5)
+    assert write_behind.unwritten == 1, "until Redis has it"
+    write_behind.forget("forgotten")
+    await asyncio.sleep(10 * BATCH_S)
+    assert (write_behind.unwritten, store.writes) == (0, 1)
+    running.cancel()

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from coordinator.persistence import ended_sessions
 from coordinator.persistence.ended_sessions import EndedSessions
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.persistence.store import Store
@@ -243,3 +244,19 @@ async def test_a_client_with_another_text_is_not_given_the_rest_of_this_one(
         await requests.manager.take_over("s", position, tail)
     session = await requests.manager.take_over("s", 2, (5, 5))
     assert session.record.tokens == [5, 5]
+
+
+async def test_without_redis_what_waits_for_it_is_bounded(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ended sessions wait for Redis as long as they are remembered; those that run, whatever their number."""
+    monkeypatch.setattr(ended_sessions, "_REMEMBERED", 10_000)
+    manager = requests.manager
+    running = [Session(SessionRecord(f"runs-{number}", REQUEST), TARGET, manager._context) for number in range(50)]
+    for session in running:
+        manager._run(session)
+        session.store()
+    for number in range(200):
+        session = Session(SessionRecord(f"ended-{number}", REQUEST), TARGET, manager._context)
+        with manager.followed(session):
+            session.store()
+    assert len(manager.ended.recent) < 20
+    assert manager.write_behind.unwritten == len(manager.ended.recent) + len(running)
