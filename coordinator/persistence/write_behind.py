@@ -51,7 +51,6 @@ class WriteBehind:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._dirty: dict[str, Entry] = {}
-        self._pending = asyncio.Event()
         self._pause_s = BATCH_S  # before the next batch
 
     @property
@@ -61,7 +60,6 @@ class WriteBehind:
 
     def mark_changed(self, entry: Entry) -> None:
         self._dirty[entry.record.session_id] = entry
-        self._pending.set()
 
     def forget(self, session_id: str) -> None:
         """Drop the changes of a session."""
@@ -83,12 +81,8 @@ class WriteBehind:
 
     async def run(self) -> None:
         while True:
-            await self._pending.wait()
             await asyncio.sleep(self._pause_s)
-            self._pending.clear()
             await self._write_batch()
-            if self._dirty:
-                self._pending.set()
             if not self._store.up:
                 await asyncio.sleep(RETRY_S)
 

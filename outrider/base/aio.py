@@ -62,13 +62,21 @@ def critical_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[No
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel tasks until all have ended: a library may swallow a cancellation (asyncio.wait_for in Python 3.11)."""
-    pending = set(tasks)
+    """Cancel tasks until all have ended: a library may swallow a cancellation (asyncio.wait_for in Python 3.11, gRPC).
+
+    None outlives a caller that is cancelled meanwhile.
+    """
+    pending, interrupted = set(tasks), False
     while pending:
         for task in pending:
             task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        try:
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        except asyncio.CancelledError:
+            interrupted = True
     await asyncio.gather(*tasks, return_exceptions=True)
+    if interrupted:
+        raise asyncio.CancelledError
 
 
 @contextlib.asynccontextmanager
