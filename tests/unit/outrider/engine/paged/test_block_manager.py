@@ -146,6 +146,18 @@ def test_a_tree_is_not_offered_before_it_is_a_path() -> None:
         assert blocks.match_prefix("b", PROMPT) == (2 if kept else 1) * BLOCK_TOKENS
 
 
+def test_trees_that_follow_each_other_are_not_offered() -> None:
+    """Branches begin where the first one does."""
+    blocks = BlockManager(16)
+    blocks.allocate("a", BLOCK_TOKENS)
+    blocks.append("a", PROMPT[:BLOCK_TOKENS])
+    for start in (BLOCK_TOKENS, 2 * BLOCK_TOKENS):
+        blocks.allocate("a", BLOCK_TOKENS)
+        blocks.append("a", PROMPT[start : start + BLOCK_TOKENS], branching=True)
+    blocks.free("a")
+    assert blocks.match_prefix("b", PROMPT) == BLOCK_TOKENS
+
+
 class Sessions(RuleBasedStateMachine):
     """Any order of everything: each slot holds the path that its session believes in, and every page has one place."""
 
@@ -230,17 +242,18 @@ def test_what_follows_a_tree_that_was_taken_back_is_a_prefix_again() -> None:
     assert memory.blocks.match_prefix("b", PROMPT) == 3 * BLOCK_TOKENS
 
 
-def test_after_a_rollback_over_whole_blocks_nothing_is_found_under_the_text_that_was_dropped() -> None:
-    """It would have the keys and values of another text."""
+@pytest.mark.parametrize("kept", [0, 5, BLOCK_TOKENS - 1])
+def test_after_a_rollback_nothing_is_found_under_the_text_that_was_dropped(kept: int) -> None:
+    """It would have the keys and values of another text. The third block is dropped, or all but its first tokens."""
     memory = Memory(BlockManager(16))
-    other, rest = [5] * BLOCK_TOKENS, list(range(500, 500 + BLOCK_TOKENS))
+    other, rest = [5] * (BLOCK_TOKENS - kept), list(range(500, 500 + BLOCK_TOKENS))
     memory.extend("a", PROMPT[: 3 * BLOCK_TOKENS])
     memory.extend("a", [1])
-    memory.blocks.truncate("a", 2 * BLOCK_TOKENS)
+    memory.blocks.truncate("a", 2 * BLOCK_TOKENS + kept)
     for tokens in (other, rest, [1]):
         memory.extend("a", tokens)
     assert memory.blocks.match_prefix("b", [*PROMPT[: 3 * BLOCK_TOKENS], *rest, 1]) == 3 * BLOCK_TOKENS
-    assert memory.blocks.match_prefix("c", [*PROMPT[: 2 * BLOCK_TOKENS], *other, *rest, 1]) == 4 * BLOCK_TOKENS
+    assert memory.blocks.match_prefix("c", [*PROMPT[: 2 * BLOCK_TOKENS + kept], *other, *rest, 1]) == 4 * BLOCK_TOKENS
     memory.check("b")
     memory.check("c")
 
