@@ -22,6 +22,7 @@ TOKENS = [i * i * 31 % VOCAB for i in range(70)]
 
 # What `outrider_arithmetic` says, and digests of logits. Both change together or not at all.
 VERSION = 1
+WHOLE_VECTORS = "silu float32, hidden states of whole vectors"  # as of nearly all real models
 GOLDEN = {
     "silu float32": "fd49f6cabf79a588",
     "silu bfloat16": "b8617e390d268148",
@@ -36,6 +37,7 @@ GOLDEN = {
     "relu bfloat16": "cb620e50eca3bec7",
     "relu int8": "996d3f47a4ef4d9b",
     "silu bfloat16 cache": "142e79e45944576e",
+    WHOLE_VECTORS: "46fbbfdd017a52bb",
 }
 # The same for attention in AMX tiles, by its name in the fingerprint.
 TILED_CACHE, TILED_GOLDEN = "bfloat16 cache in tiles 1", "2e9a0d00b7be6f26"
@@ -58,7 +60,7 @@ def rotation(positions: torch.Tensor) -> Cosines:
     return torch.cat([parts, parts], dim=1), torch.cat([1 - parts, 1 - parts], dim=1)
 
 
-def model(activation: str) -> ModelSpec:
+def model(activation: str, hidden: int = HIDDEN) -> ModelSpec:
     """With `silu` as in Qwen with a window, with `gelu_tanh` as in Gemma 2, with `gelu` as in GPT-NeoX."""
     numbers = Numbers()
     layered, gated = activation == "gelu", activation != "gelu"
@@ -67,15 +69,15 @@ def model(activation: str) -> ModelSpec:
     def linear(outputs: int, inputs: int) -> Linear:
         return Linear(numbers(outputs, inputs), numbers(outputs) if layered else None)
 
-    def norm(width: int = HIDDEN) -> Norm:
+    def norm(width: int = hidden) -> Norm:
         return Norm("layer" if layered else "rms", numbers(width, about=1.0), 1e-5, numbers(width) if layered else None)
 
     layers = tuple(
         Layer(
-            qkv=linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
-            out=linear(HIDDEN, HEADS * HEAD_DIM),
-            up=linear(INNER * (1 + gated), HIDDEN),
-            down=linear(HIDDEN, INNER),
+            qkv=linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, hidden),
+            out=linear(hidden, HEADS * HEAD_DIM),
+            up=linear(INNER * (1 + gated), hidden),
+            down=linear(hidden, INNER),
             scale=0.25,
             attention_in=norm(),
             mlp_in=norm(),
@@ -88,13 +90,13 @@ def model(activation: str) -> ModelSpec:
         )
         for window in (None, 40)
     )
-    table = numbers(VOCAB, HIDDEN)
+    table = numbers(VOCAB, hidden)
     return ModelSpec(
         layers=layers,
         embed=lambda ids, _: table[ids],
         rotations=(rotation,),
         final=norm(),
-        head=Linear(numbers(VOCAB, HIDDEN)),
+        head=Linear(numbers(VOCAB, hidden)),
         heads=HEADS,
         kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
@@ -113,12 +115,13 @@ def digests() -> dict[str, str]:
             runs = engine(activation, kind.split()[0])
             runs.use_cache(torch.bfloat16 if "cache" in kind else torch.float32)
             found[f"{activation} {kind}"] = digest_of(runs)
+    found[WHOLE_VECTORS] = digest_of(engine("silu", "float32", hidden=64))
     return found
 
 
-def engine(activation: str, weights: str, exact: bool = True) -> NativeEngine:
+def engine(activation: str, weights: str, exact: bool = True, hidden: int = HIDDEN) -> NativeEngine:
     info = ModelInfo("m", "f", vocab_size=VOCAB)
-    return NativeEngine(model(activation), info, kv_tokens=256, weights=weights, threads=1, exact=exact)
+    return NativeEngine(model(activation, hidden), info, kv_tokens=256, weights=weights, threads=1, exact=exact)
 
 
 def digest_of(runs: NativeEngine) -> str:

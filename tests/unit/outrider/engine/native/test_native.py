@@ -138,6 +138,18 @@ def test_a_guess_has_the_bits_of_the_token_that_it_becomes(model: Any, cache: st
         )
 
 
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", TILES])
+def test_all_siblings_of_a_tree_see_as_far_back_as_the_next_token(cache: str) -> None:
+    """Those of a later task too: a window begins before the tree, not before their place in it."""
+    runs = engine(KINDS["window"](), cache=cache)
+    whole = runs.extend([SessionTokens("whole", TOKENS[:80])]).logits[0].clone()
+    for base in range(58, 74):  # the window begins in the first page or in the second
+        runs.extend([SessionTokens("tree", TOKENS[runs.length("tree") : base])])
+        found = runs.extend([SessionTokens("tree", [TOKENS[base]] * 16, (-1,) * 16)]).logits[0]
+        assert torch.equal(found, whole[base].expand_as(found)), base
+        runs.truncate("tree", base)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
 def test_activations_far_out_are_what_torch_makes_of_them(activation: str) -> None:
     """Models have units that answer in the hundreds: an exponential that overflows must not show."""
@@ -242,13 +254,17 @@ def test_a_wrong_guess_that_is_no_number_changes_nobody_elses_bits(
     assert torch.equal(runs.extend([SessionTokens("later", TOKENS[:70])]).logits[0], whole)
 
 
+@pytest.mark.parametrize(
+    "make", [llama, KINDS["caps"], KINDS["parallel"]], ids=["llama", "norms of outputs", "parallel"]
+)
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", TILES])
-def test_threads_do_not_change_the_bits(cache: str) -> None:
-    model = llama()
+def test_threads_do_not_change_the_bits(make: Callable[[], Any], cache: str) -> None:
+    """Of many rows, which they share out, and of few, which each prepares for itself."""
+    model = make()
     one, three = engine(model, cache=cache), engine(model, threads=3, cache=cache)
-    assert torch.equal(
-        one.extend([SessionTokens("s", TOKENS)]).logits[0], three.extend([SessionTokens("s", TOKENS)]).logits[0]
-    )
+    for rows in (400, 2, 3, 4, 5, 60):
+        tokens = SessionTokens(f"of {rows}", TOKENS[:rows])
+        assert torch.equal(one.extend([tokens]).logits[0], three.extend([tokens]).logits[0]), rows
 
 
 def test_a_cache_of_bfloat16_holds_the_same_keys_and_values_rounded() -> None:
@@ -281,6 +297,26 @@ def test_int8_is_the_model_whose_weights_were_rounded_so() -> None:
                 weight.copy_((weight / scale).round() * scale)
         truth = model(torch.tensor([TOKENS[:50]])).logits[0]
     assert torch.allclose(found, truth, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("longest", [0, 1, 2])
+def test_rotations_reach_the_longest_session_of_a_first_step(longest: int) -> None:
+    """Wherever it is in the step: the tables of cosines grow with it."""
+    model = llama()
+    texts = [TOKENS[:300] if place == longest else TOKENS[:2] for place in range(3)]
+    found = engine(model).extend([SessionTokens(str(place), text) for place, text in enumerate(texts)]).logits
+    for logits, text in zip(found, texts, strict=True):
+        assert torch.equal(logits, engine(model).extend([SessionTokens("alone", text)]).logits[0])
+
+
+@pytest.mark.parametrize("inner", [512, 513, 1100])
+def test_a_wide_feed_forward_part_is_activated_in_shares(inner: int) -> None:
+    """Threads take 512 values at once; all other models here have fewer."""
+    model = llama(intermediate_size=inner, num_hidden_layers=1)
+    with torch.no_grad():
+        truth = model(torch.tensor([TOKENS[:9]])).logits[0]
+    found = engine(model, threads=2).extend([SessionTokens("s", TOKENS[:9])]).logits[0]
+    torch.testing.assert_close(found, truth, rtol=1e-3, atol=1e-3)
 
 
 def test_a_step_larger_than_any_before_finds_room() -> None:
