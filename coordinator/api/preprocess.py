@@ -21,6 +21,7 @@ from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol import convert
 from outrider.protocol.checks import check_count, check_salt, check_tokens
 from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.field_limits import MOST
 from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.settings.coordinator import CoordinatorSettings
@@ -28,7 +29,6 @@ from outrider.v1 import coordinator_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-MAX_MESSAGES = 1_000
 LARGE_BYTES = 16 * 1024
 HUGE_BYTES = 512 * 1024
 _FOR_HUGE = ThreadPoolExecutor(1, "huge requests")
@@ -120,9 +120,8 @@ def prompt_tokens(request: ClientRequest, target: Target, limit: int) -> tuple[i
         tokens = target.encode(request.prompt)
     elif request.chat is not None:
         kind = "chat"
-        count = len(request.chat.messages)
-        if not 1 <= count <= MAX_MESSAGES:
-            raise InvalidRequest.of("chat.messages", f"{count} messages", f"1 to {MAX_MESSAGES} messages")
+        if not request.chat.messages:
+            raise InvalidRequest.of("chat.messages", "0 messages", f"1 to {MOST['messages']} messages")
         check_count("chat.messages", sum(len(text.encode()) for text in request.chat.texts()), limit, "bytes")
         tokens = target.encode_chat(request.chat)
     elif request.tokens is not None:

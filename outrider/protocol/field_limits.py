@@ -10,7 +10,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from outrider.protocol.checks import MAX_ID_CHARACTERS, MAX_SALT_CHARACTERS, check_count
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.sampling_params import MAX_STOP_CHARACTERS
+from outrider.protocol.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_STOP_STRINGS
 
 OTHER = 256
 # Characters of a text, bytes of binary data. None: its reader has its own limit, in bytes.
@@ -37,8 +37,9 @@ LONGEST: dict[str, int | None] = {
     "regex": None,
     "rows": None,
 }
-# Entries of a list. The readers of tokens, guesses and messages bound those lists.
-MOST = {"eos_token_ids": 256, "rows": 1024, "headers": 16, "ms": 1024, "layers": 16, "specs": 64}
+# Entries of a list, checked before Python loops over it. The readers of tokens and guesses bound those lists.
+MOST = {"eos_token_ids": 256, "rows": 1024, "headers": 16, "ms": 1024, "layers": 16, "specs": 64, "messages": 1000}
+MOST |= {"logit_bias": MAX_LOGIT_BIAS, "stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_IDS}
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
@@ -87,8 +88,7 @@ def _bounded_fields(kind: Descriptor) -> tuple[_Field, ...]:
 def _field(one: FieldDescriptor) -> _Field | None:
     repeated = one.is_repeated
     most = MOST.get(one.name) if repeated else None
-    if one.message_type is not None:
-        bounded = not one.message_type.GetOptions().map_entry and _bounded_fields(one.message_type)
-        return _Field(one.name, repeated, most=most, message=True) if bounded else None
+    kind = one.message_type
+    message = kind is not None and not kind.GetOptions().map_entry and bool(_bounded_fields(kind))
     longest = LONGEST.get(one.name, OTHER) if one.type in _TEXTS else None
-    return None if longest is None and most is None else _Field(one.name, repeated, longest, most)
+    return _Field(one.name, repeated, longest, most, message) if message or longest or most else None

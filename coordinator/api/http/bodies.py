@@ -18,19 +18,15 @@ from coordinator.admission.waiting.urgency import MAX_PRIORITY
 from coordinator.api.http.failures import of_validation
 from coordinator.api.preprocess import LARGE_BYTES
 from outrider.protocol.errors import InvalidRequest, shorten
-from outrider.protocol.field_limits import LONGEST
-from outrider.protocol.sampling_params import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_IDS,
-    MAX_STOP_STRINGS,
-    MIN_REPETITION_PENALTY,
-)
+from outrider.protocol.field_limits import LONGEST, MOST
+from outrider.protocol.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARACTERS, MIN_REPETITION_PENALTY
 from outrider.protocol.speculation import MAX_BRANCHES, MAX_DRAFT_WAIT_US, MAX_GAMMA
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 16
+# Of a body, outside of strings. While it is parsed all else waits, for up to 4 µs a key and 0.2 µs a value.
+_MOST = {"values": (b",", 1 << 20), "keys, lists and objects": (b":[{", 1 << 16)}
+_PIECE = 1 << 16
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _MAX_TOKENS = 2**31 - 1
 _UNSUPPORTED_MEDIA = 415
@@ -47,8 +43,8 @@ def _whole(value: Any) -> Any:
 
 def _few(value: Any) -> Any:
     """Check the number of entries before validating each of them."""
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
-        raise ValueError(f"{len(value)} biases, at most {MAX_LOGIT_BIAS} are taken")
+    if isinstance(value, dict) and len(value) > MOST["logit_bias"]:
+        raise ValueError(f"{len(value)} biases, at most {MOST['logit_bias']} are taken")
     return value
 
 
@@ -96,6 +92,7 @@ async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
 
 
 def _read(body: bytes, kinds: Sequence[type[BodyModel]]) -> BodyModel:
+    _check_counts(body)
     try:
         data = from_json(body, allow_inf_nan=False, cache_strings=False)
     except ValueError as error:
@@ -106,6 +103,20 @@ def _read(body: bytes, kinds: Sequence[type[BodyModel]]) -> BodyModel:
         return kind.model_validate(data)
     except ValidationError as error:
         raise of_validation(error) from error
+
+
+def _check_counts(body: bytes) -> None:
+    """Raise InvalidRequest for a body with so many small values that parsing it would delay other requests."""
+    found, inside, rest = dict.fromkeys(_MOST, 0), False, b""
+    for start in range(0, len(body), _PIECE):  # one call for all of it would delay them, too
+        text = (rest + body[start : start + _PIECE]).replace(rb"\\", b"")
+        rest = b"\\" * text.endswith(b"\\")  # it escapes the next character
+        parts = text.removesuffix(rest).replace(rb"\"", b"").split(b'"')
+        outside, inside = b"".join(parts[inside::2]), inside ^ (len(parts) % 2 == 0)
+        for name, (marks, most) in _MOST.items():
+            found[name] += len(outside) - len(outside.translate(None, marks))
+            if found[name] > most:
+                raise InvalidRequest.of("body", f"more than {most} {name}", f"at most {most} {name}")
 
 
 class StreamOptions(Body):
@@ -157,13 +168,13 @@ class GenerationBody(Body):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=MOST["stop"], fail_fast=True)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"additionalProperties": False}),
+            Field(max_length=MOST["logit_bias"], json_schema_extra={"additionalProperties": False}),
             BeforeValidator(_few),
         ]
         | None
@@ -174,7 +185,7 @@ class GenerationBody(Body):
     top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS, description="0 and -1 keep all.")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST["stop_token_ids"], fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(None, max_length=LONGEST["cache_salt"], description="Separates tenants' prefixes.")
     speculation: SpeculationWish | None = None

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from outrider.protocol import convert
 from outrider.protocol.errors import MAX_SHOWN, InvalidRequest, NotFound
 from outrider.protocol.field_limits import LONGEST, check_fields
-from outrider.v1 import coordinator_pb2, drafter_pb2, multiplex_pb2, verifier_pb2
+from outrider.v1 import common_pb2, coordinator_pb2, drafter_pb2, multiplex_pb2, verifier_pb2
 
 HUGE = 100_000
 REQUESTS = [
@@ -74,6 +74,24 @@ def test_lists_of_workers_are_bounded() -> None:
     worker.model.eos_token_ids.extend(range(HUGE))
     with pytest.raises(InvalidRequest, match="eos_token_ids"):
         check_fields(coordinator_pb2.RegisterRequest(worker=worker))
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "most"),
+    [
+        ("stop", ["x"] * 17, 16),
+        ("stop_token_ids", range(257), 256),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0), 1024),
+        ("messages", [coordinator_pb2.ChatMessage()] * 1001, 1000),
+    ],
+)
+def test_lists_of_clients_are_counted_before_python_reads_them(name: str, entries: Any, most: int) -> None:
+    """A million empty messages kept the coordinator for five seconds, in which no token moved."""
+    parts: dict[str, Any] = {"params": common_pb2.SamplingParams, "chat": coordinator_pb2.Chat}
+    holder = "chat" if name == "messages" else "params"
+    request = coordinator_pb2.GenerateRequest(**{holder: parts[holder](**{name: entries})})
+    with pytest.raises(InvalidRequest, match=rf"{holder}\.{name} is {len(entries)} entries, must be at most {most} "):
+        check_fields(request)
 
 
 @pytest.mark.parametrize("value", ["x" * HUGE, "\x1b[31m" * HUGE, "🙂" * HUGE, "\ud800" * HUGE, "'\"\\" * HUGE])

@@ -80,6 +80,33 @@ async def test_what_is_no_json_is_refused(size: int, end: bytes) -> None:
         await read_body(request(written(size) + end), Seen)
 
 
+@pytest.mark.parametrize(
+    ("data", "limit"),
+    [
+        (b'{"prompt":[' + b"1," * (1 << 20) + b"1,1]}", "1048576 values"),
+        (b'{"prompt":[' + b"[]," * (1 << 16) + b"[]]}", "65536 keys, lists and objects"),
+        (b'{"prompt":' + b"[" * (1 << 16) + b"]" * (1 << 16) + b"}", "65536 keys, lists and objects"),
+        (b'{"prompt":"\\\\",' + b'"a":1,' * (1 << 16) + b'"b":2}', "65536 keys, lists and objects"),
+    ],
+)
+async def test_a_body_that_takes_long_to_parse_is_refused(data: bytes, limit: str) -> None:
+    """The parser keeps the interpreter: no stream of another client had a token meanwhile."""
+    with pytest.raises(InvalidRequest, match=f"body is more than {limit}, must be at most {limit}"):
+        await read_body(request(data), CompletionBody)
+
+
+@pytest.mark.parametrize("text", ['[{,:"\\', '\\"[', "\\\\", '"', "[[,,::{{"])
+@pytest.mark.parametrize("shift", [0, 1, 2])
+async def test_texts_and_long_prompts_have_any_number_of_marks(text: str, shift: int) -> None:
+    prompt = "x" * shift + text * (1 << 20)
+    assert (await read_body(request(json.dumps({"prompt": prompt}).encode()), CompletionBody)).prompt == prompt
+
+
+async def test_a_prompt_may_have_a_million_ids() -> None:
+    ids = list(range(1_000_000))
+    assert (await read_body(request(json.dumps({"prompt": ids}).encode()), CompletionBody)).prompt == ids
+
+
 @SIZES
 async def test_another_media_type_is_refused(size: int) -> None:
     with pytest.raises(HTTPException) as refused:
