@@ -53,18 +53,12 @@ class VerifyOpening(SessionOpening):
         if self.epoch > MAX_EPOCH:
             raise InvalidRequest.of("open.epoch", self.epoch, f"at most {MAX_EPOCH}")
         if self.prompt_length + self.params.max_tokens > model.context_length:
-            raise InvalidRequest.of(
-                "params.max_tokens",
-                self.params.max_tokens,
-                f"at most {model.context_length - self.prompt_length}: the context is {model.context_length} tokens "
-                f"and the prompt has {self.prompt_length}",
-            )
-        if len(self.tokens) - self.prompt_length >= self.params.max_tokens:
-            raise InvalidRequest.of(
-                "open.tokens",
-                f"{len(self.tokens) - self.prompt_length} output tokens",
-                f"fewer than params.max_tokens {self.params.max_tokens}",
-            )
+            context, prompt = model.context_length, self.prompt_length
+            limit = f"at most {context - prompt}: the context is {context} tokens and the prompt has {prompt}"
+            raise InvalidRequest.of("params.max_tokens", self.params.max_tokens, limit)
+        if (committed := len(self.tokens) - self.prompt_length) >= self.params.max_tokens:
+            limit = f"fewer than params.max_tokens {self.params.max_tokens}"
+            raise InvalidRequest.of("open.tokens", f"{committed} output tokens", limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +153,8 @@ class VerifySession:
         check_tokens("guess.tokens", guess.tokens, self._vocab_size)
         wanted = len(guess.tokens) if self.params.mode.needs_draft_probs else 0
         if len(guess.draft_probs) != wanted:
-            raise InvalidRequest.of(
-                "guess.draft_probs",
-                f"{len(guess.draft_probs)} distributions",
-                f"{wanted} in {self.params.mode.name.lower()} mode",
-            )
+            limit = f"{wanted} in {self.params.mode.name.lower()} mode"
+            raise InvalidRequest.of("guess.draft_probs", f"{len(guess.draft_probs)} distributions", limit)
         for index, (token, distribution) in enumerate(zip(guess.tokens, guess.draft_probs, strict=False)):
             name = f"guess.draft_probs[{index}]"
             distribution.check(name, self._vocab_size)

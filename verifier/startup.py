@@ -22,6 +22,7 @@ from outrider.engine.tensor_parallel import RankGroup, join_ranks, run_follower
 from outrider.engine.throttled import ThrottledEngine, parse_pace
 from outrider.engine.vllm.compatibility import installed_version
 from outrider.engine.vllm.core import node_rank, run_ranks
+from outrider.models.drafter_choice import choose_drafter
 from outrider.models.hub import locate_safetensors
 from outrider.models.tokenizer import save_tokenizer
 from outrider.observability.tracing import Tracing, make_tracing
@@ -102,6 +103,8 @@ def _build_all(
     settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], rank_group: RankGroup | None
 ) -> VerifierService | Together:
     """Build the verifier, and its own drafter if the settings name one."""
+    if settings.own_drafter:
+        choose_drafter(settings.own_drafter, settings.target)  # a wrong one is told before a model is loaded
     service = build(settings, scratch, progress, rank_group)
     if not settings.own_drafter:
         return service

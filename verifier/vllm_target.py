@@ -166,12 +166,8 @@ def vllm_options(settings: VerifierSettings, model: Path = Path()) -> CoreOption
     if settings.quantization == "int8":
         raise StartupError("int8 is a format of engine native", field="quantization", value="int8", limit="none or fp8")
     if settings.pipeline_parallel > 1:
-        raise StartupError(
-            "pipeline parallelism does not work on vLLM yet: use --tensor-parallel, also over several machines",
-            field="pipeline_parallel",
-            value=settings.pipeline_parallel,
-            limit="1",
-        )
+        message = "pipeline parallelism does not work on vLLM yet: use --tensor-parallel, also over several machines"
+        raise StartupError(message, field="pipeline_parallel", value=settings.pipeline_parallel, limit="1")
     device = pick_device(settings.device)
     on_cpu = device.type == "cpu"
     return CoreOptions(

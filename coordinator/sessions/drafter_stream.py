@@ -72,11 +72,8 @@ class DraftLimits:
         num_tokens = max(1, len(guess.tokens))
         self._allowance -= max(num_tokens / _TOKENS_PER_COMMIT, guess.ByteSize() / _BYTES_PER_COMMIT)
         if self._allowance < 0:
-            raise InvalidRequest.of(
-                "guesses",
-                f"more than {_COMMITS_KEPT} commits' worth",
-                f"at most {_TOKENS_PER_COMMIT} tokens and {_BYTES_PER_COMMIT} bytes per commit",
-            )
+            limit = f"at most {_TOKENS_PER_COMMIT} tokens and {_BYTES_PER_COMMIT} bytes per commit"
+            raise InvalidRequest.of("guesses", f"more than {_COMMITS_KEPT} commits' worth", limit)
 
     def bound_us(self, draft_us: int, now: float, *, ahead: bool) -> int:
         """Return a reported drafting time, at most that since the drafter could start: ahead, since its last answer."""

@@ -58,12 +58,8 @@ class Target:
 
     def encode_chat(self, chat: Chat) -> tuple[int, ...]:
         if not self.tokenizer.chat_template:
-            raise InvalidRequest(
-                f"{self.info.name} has no chat template; send a prompt instead",
-                field="chat",
-                value=self.info.name,
-                limit="a target with a chat template",
-            )
+            message = f"{self.info.name} has no chat template; send a prompt instead"
+            raise InvalidRequest(message, field="chat", value=self.info.name, limit="a target with a chat template")
         try:
             cut = CutChat(chat, self._control)
             text = self.tokenizer.apply_chat_template(

@@ -94,12 +94,8 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Publishe
 def _open(name: str) -> PublishedCheckpoint:
     folder = drafter_folder(name)
     if not name or not folder.is_dir():
-        raise StartupError(
-            f"kind {PUBLISHED} needs --model: there is no folder {name!r}",
-            field="model",
-            value=name,
-            limit="a folder or a hub id",
-        )
+        message = f"kind {PUBLISHED} needs --model: there is no folder {name!r}"
+        raise StartupError(message, field="model", value=name, limit="a folder or a hub id")
     return PublishedCheckpoint.open(folder)
 
 

@@ -132,7 +132,11 @@ class WorkerSettings(Settings):
     metrics_tls: bool = Field(False, description="Serve /metrics over HTTPS, with --tls-cert.")
     max_sessions: int = Field(64, ge=1, description="Maximum number of concurrent sessions.")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N.")
-    dtype: str = Field("auto", description="float32, bfloat16, float16 or auto: on a CPU as they are, else bfloat16.")
+    dtype: str = Field(
+        "auto",
+        pattern="^(auto|float32|bfloat16|float16)$",
+        description="float32, bfloat16, float16 or auto: on a CPU as they are, else bfloat16.",
+    )
     quantization: str = Field("none", pattern="^(none|int8)$", description="none or int8 (weights only, on a CPU).")
     kv_dtype: str = Field(
         "auto",

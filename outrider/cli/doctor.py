@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated
@@ -26,8 +26,7 @@ from outrider.protocol.errors import OutriderError, StartupError, Unauthenticate
 from outrider.runtime.embedded_redis import embedded_redis
 
 _GIB = 1024**3
-_NEEDED_DISK = 2 * _GIB
-_NEEDED_MEMORY = 2 * _GIB
+_NEEDED = 2 * _GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +50,7 @@ def doctor(
 ) -> None:
     """Check Python, torch, device, memory, disk, model files, Redis, ports and running peers."""
     client = options.connect(context.params)
-    checks: list[Callable[[], Iterator[Finding]]] = [
-        _python,
-        _torch,
-        _memory,
-        lambda: _models(target),
-        _redis,
-        lambda: _port(port),
-        lambda: _peers(client, endpoint),
-    ]
-    findings = [finding for check in checks for finding in check()]
+    findings = [*_python(), *_torch(), *_memory(), *_models(target), *_redis(), *_port(port), *_peers(client, endpoint)]
     table = Table("", "", "", "what to do", box=None)
     marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad[/red]"}
     for finding in findings:
@@ -110,11 +100,11 @@ def _kernels() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield _judged("memory", free >= _NEEDED_MEMORY, f"{free / _GIB:.1f} GiB free", "the default pair needs 2 GiB")
+    yield _judged("memory", free >= _NEEDED, f"{free / _GIB:.1f} GiB free", "the default pair needs 2 GiB")
     folder = next(path for path in (home(), *home().parents) if path.exists())
     disk = shutil.disk_usage(folder).free
     advice = "free some space, or set OUTRIDER_HOME to another disk"
-    yield _judged("disk", disk >= _NEEDED_DISK, f"{disk / _GIB:.1f} GiB free for {home()}", advice)
+    yield _judged("disk", disk >= _NEEDED, f"{disk / _GIB:.1f} GiB free for {home()}", advice)
 
 
 def _models(target: str) -> Iterator[Finding]:

@@ -46,6 +46,7 @@ SET_BY_UP: dict[str, dict[str, str]] = {
 }
 _PRIVATE = ("redis_url", "otlp_endpoint")  # URLs that may contain a password
 _PORTS = ("port", "http_port", "metrics_port")
+_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvmap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,8 @@ def check_services(services: Sequence[ServiceSpec]) -> None:
         Credentials(service.settings)
         if (target := getattr(service.settings, "target", DEFAULT)) not in (DEFAULT, DEFAULT_NAME):
             find_path(target)
+        if (device := getattr(service.settings, "device", "")).startswith("cuda") and not has_gpu():
+            raise StartupError.of("device", device, "auto or cpu", f" for {service.name}: this machine has no GPU")
         ports = [(key, getattr(service.settings, key, 0)) for key in _PORTS]
         if ports[-1][1] > 0 and getattr(service.settings, "own_drafter", ""):
             ports.append((_PORTS[-1], ports[-1][1] + 1))  # of the drafter in its process
@@ -146,6 +149,11 @@ def check_services(services: Sequence[ServiceSpec]) -> None:
             here = f"{service.name}.{key.replace('_', '-')}"
             if port > 0 and taken.setdefault(port, here) != here:
                 raise _refused(here, str(port), f"is the port of {taken[port]} too")
+
+
+def has_gpu() -> bool:
+    """Return whether this machine has a device file of a GPU."""
+    return any(map(os.path.exists, _GPUS))
 
 
 def ignored_variable_hints(read: Iterable[object]) -> list[str]:
@@ -188,12 +196,9 @@ def _made(kind: str, name: str, own: Mapping[str, Any], more: Mapping[str, Given
         key = str(first["loc"][0])
         where = f"{more[key].where}: " if key in more else ""
         secret = KINDS[kind].model_fields[key].annotation is SecretStr
-        shown = "" if secret else f" is {first['input']!r}"
-        raise StartupError(
-            f"{where}{name}.{key.replace('_', '-')}{shown}: {first['msg']}",
-            field=key,
-            value="" if secret else first["input"],
-        ) from error
+        value = "" if secret else first["input"]
+        message = f"{where}{name}.{key.replace('_', '-')}{'' if secret else f' is {value!r}'}: {first['msg']}"
+        raise StartupError(message, field=key, value=value) from error
 
 
 def _known(name: str, key: str, where: str) -> str:

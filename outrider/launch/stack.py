@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from outrider.base.config import inherited_environment, redis_url
 from outrider.base.processes import ending_with_parent
 from outrider.client.sync import Client
 from outrider.launch.authority import make_certificate
-from outrider.launch.services import KINDS, Overrides, ServiceSpec, check_services, make_services
+from outrider.launch.services import KINDS, Overrides, ServiceSpec, check_services, has_gpu, make_services
 from outrider.launch.state import StateFolder, state_folder
 from outrider.launch.targets import TargetPlan, worker_settings
 from outrider.protocol.errors import PeerLost, StartupError, Unavailable
@@ -35,7 +34,6 @@ _PROGRESS = "progress: "
 _STOP_S = 5.0  # after the drain
 _RESTART_S = 1.0
 _LAST_LINES = 12
-_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +256,7 @@ def refuse_equal_targets(workers: Sequence[WorkerInfo]) -> None:
 
 def on_one_cpu(device: str, drafter_device: str, engine: str) -> bool:
     """Return whether verifiers and drafters on these devices share this machine's cores."""
-    cpu = {"cpu"} if any(map(os.path.exists, _GPUS)) else {"cpu", "auto"}
+    cpu = {"cpu"} if has_gpu() else {"cpu", "auto"}
     return engine in ("auto", "native", "transformers") and {device, drafter_device} <= cpu
 
 
@@ -267,13 +265,8 @@ def coordinators(plan: LaunchPlan, redis: str) -> list[ServiceSpec]:
     own = _common(plan, "coordinator") | {"host": plan.host, "insecure": plan.insecure, "redis_url": redis}
     own |= {"api_keys": plan.api_keys, "open_metrics": plan.open_metrics}
     own |= {"default_model": plan.name if plan.others else ""}
-    ports = [
-        {
-            "port": plan.port + i if plan.port else 0,
-            "http_port": plan.http_port + i if plan.http_port > 0 else plan.http_port,
-        }
-        for i in range(plan.coordinators)
-    ]
+    first = {"port": plan.port, "http_port": plan.http_port}
+    ports = [{name: port + (port > 0) * i for name, port in first.items()} for i in range(plan.coordinators)]
     return make_services("coordinator", [own | each for each in ports], plan.overrides)
 
 

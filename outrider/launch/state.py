@@ -57,12 +57,8 @@ def state_folder(named: str, port: int) -> Iterator[StateFolder]:
             folder = Path(named).expanduser()
             lock = _try_lock(_private(folder), LEAVING_S)
             if lock is None:
-                raise StartupError(
-                    f"state_dir {folder} is in use by another `outrider up`",
-                    field="state_dir",
-                    value=named,
-                    limit="a folder of its own",
-                )
+                message = f"state_dir {folder} is in use by another `outrider up`"
+                raise StartupError(message, field="state_dir", value=named, limit="a folder of its own")
         else:
             folder = home() / "up" / str(port)
             lock = _try_lock(_private(folder), LEAVING_S) if port else None
@@ -101,7 +97,6 @@ def _private(folder: Path) -> Path:
             raise StartupError(f"state_dir {folder} belongs to another user", field="state_dir", value=folder)
         folder.chmod(_PRIVATE)
     except OSError as error:
-        raise StartupError(
-            f"state_dir: cannot use {folder}: {error.strerror}", field="state_dir", value=folder, limit="a folder"
-        ) from error
+        message = f"state_dir: cannot use {folder}: {error.strerror}"
+        raise StartupError(message, field="state_dir", value=folder, limit="a folder") from error
     return folder

@@ -66,7 +66,8 @@ def plan_targets(targets: Sequence[str], drafters: Sequence[str], number: int, e
     if len(plans) > 1:
         plans = [plan if plan.name else replace(plan, name=_own_name(plan.model)) for plan in plans]
         _refuse_repeated("name", [plan.name for plan in plans])
-        _refuse_repeated("model", [plan.model for plan in plans])
+        paths = [Path(plan.model).expanduser() for plan in plans]
+        _refuse_repeated("model", [str(path.resolve() if path.exists() else path) for path in paths])
     given = [_read_drafter(text, {plan.name for plan in plans}) for text in drafters or (AUTO,)]
     chosen_for = []
     for plan in plans:

@@ -40,7 +40,11 @@ def choose_drafter(text: str, target: str) -> tuple[str, str]:
     if text == AUTO:
         return best_drafter(target), ""
     kind, _, model = text.partition(":")
-    if set(kind.split("+")) <= drafter_kinds():
+    kinds = set(kind.split("+"))
+    if kinds <= drafter_kinds():
+        is_path = model.startswith((".", "/", "~")) or kinds & {"eagle", "medusa"}
+        if model not in ("", DEFAULT) and is_path and not Path(model).expanduser().exists():
+            raise StartupError(f"drafter is {text}: there is nothing at {model}", field="drafter", value=text)
         return kind, model
     folder = drafter_folder(text)
     if "/" not in text and text not in (DEFAULT, DEFAULT_NAME) and not (text and folder.exists()):

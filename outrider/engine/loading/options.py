@@ -70,6 +70,8 @@ def pick_device(device: str, engine: str = "auto") -> torch.device:
         raise StartupError(f"no device {device!r}", field="device", value=device, limit="auto, cpu, cuda:N") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise StartupError("no CUDA device is usable here", field="device", value=device, limit="auto or cpu")
+    if chosen.type == "cuda" and (chosen.index or 0) >= (count := torch.cuda.device_count()):
+        raise StartupError.of("device", device, f"one of the {count} here, cuda:0 to cuda:{count - 1}")
     return chosen
 
 

@@ -70,19 +70,14 @@ def check_installed() -> None:
     found = installed_version()
     wanted = ", ".join(".".join(map(str, each)) for each in TESTED)
     if found is None:
-        raise StartupError(
-            "vLLM is not installed",
-            field="engine",
-            value="vllm",
-            limit="an environment with vLLM: docs/vllm.md, Installation",
-        )
+        limit = "an environment with vLLM: docs/vllm.md, Installation"
+        raise StartupError("vLLM is not installed", field="engine", value="vllm", limit=limit)
     numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
     if numbers not in TESTED:
         raise StartupError(f"vLLM {found} is not tested with Outrider", field="engine", value="vllm", limit=wanted)
     if moved := missing_points():
-        raise StartupError(
-            f"vLLM {found} lacks what Outrider uses: {'; '.join(moved)}", field="engine", value="vllm", limit=wanted
-        )
+        message = f"vLLM {found} lacks what Outrider uses: {'; '.join(moved)}"
+        raise StartupError(message, field="engine", value="vllm", limit=wanted)
 
 
 def missing_points() -> list[str]:

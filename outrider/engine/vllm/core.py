@@ -219,12 +219,8 @@ def _config(options: CoreOptions) -> Any:
         arguments.disable_log_stats = True
         config = arguments.create_engine_config()
     except (Exception, SystemExit) as error:
-        raise StartupError(
-            f"vLLM refuses its settings: {' '.join(str(error).split())}",
-            field="vllm_args",
-            value=options.more,
-            limit="arguments of `vllm serve`, see docs/vllm.md",
-        ) from error
+        message, limit = f"vLLM refuses its settings: {' '.join(str(error).split())}", "arguments of `vllm serve`"
+        raise StartupError(message, field="vllm_args", value=options.more, limit=limit) from error
     if options.layers:
         _check_layers(config, options.layers)
     if options.kv_tokens is not None:

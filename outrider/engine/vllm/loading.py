@@ -56,12 +56,8 @@ def load_core(name: str, options: CoreOptions, progress: Callable[[str], None]) 
     """Start vLLM with the model in `name`, not `options.model`; raise StartupError with the reason and remedy."""
     path = _folder(locate_safetensors(name, progress))
     if not path.is_dir() or not list(path.glob("*.safetensors")):
-        raise StartupError(
-            f"engine vllm needs a directory with safetensors, {name} is none",
-            field="target",
-            value=name,
-            limit="a directory or hub id with safetensors",
-        )
+        message = f"engine vllm needs a directory with safetensors, {name} is none"
+        raise StartupError(message, field="target", value=name, limit="a directory or hub id with safetensors")
     with startup_errors(name, "this architecture"):
         tokenizer = AutoTokenizer.from_pretrained(path)
         vocabulary = Vocabulary.of(tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tomllib
@@ -101,6 +102,22 @@ def test_the_command_line_starts_without_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "generate" in done.stdout
+
+
+@pytest.mark.parametrize("imported", ["typing_extensions", "typer", "pydantic"])
+def test_ctrl_c_while_the_command_line_is_imported_leaves_no_traceback(imported: str) -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["outrider"].partition(":")
+    script = f"from {module} import {name}; {name}()"
+    line = [sys.executable, "-X", "importtime", "-c", script, "doctor"]  # reports each module that it has imported
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stderr is not None
+        while process.stderr.readline().rpartition("|")[2].strip() != imported:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        said = [line for line in process.stderr if not line.startswith("import time:")]
+    assert said == []
+    assert process.returncode == -signal.SIGINT, "a shell tells 130"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from outrider.settings.verifier import VerifierSettings
 from tests.conftest import Models
 from tests.emulated_cuda import emulated_cuda
 from verifier.service import VerifierService
-from verifier.startup import build, follow
+from verifier.startup import _build_all, build, follow
 
 
 def _built(folder: Path, **given: object) -> VerifierService:
@@ -40,6 +40,14 @@ async def test_without_a_size_the_cache_takes_a_gpus_free_memory(
     assert free[0] == free[1] > 65_536
     assert given == (4096, 4096)
     assert _capacity(_built(tmp_path, target=target, device="cpu")) == (65_536, 65_536)
+
+
+def test_a_drafter_that_is_not_there_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    stages: list[str] = []
+    settings = VerifierSettings(target=str(tmp_path), own_drafter="suffix+eagle:/no/path")
+    with pytest.raises(StartupError, match=r"drafter is suffix.eagle:/no/path: there is nothing at /no/path"):
+        _build_all(settings, tmp_path, stages.append, None)
+    assert not stages
 
 
 @pytest.mark.parametrize(("line", "wanted"), [([], 0), (["--kv-tokens", "0"], 0), (["--kv-tokens", "4096"], 4096)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,17 @@ def test_a_new_module_is_a_new_kind(another: None) -> None:
 def test_what_is_neither_a_kind_nor_a_model_is_told_without_the_hub(text: str) -> None:
     with pytest.raises(StartupError, match=r"drafter is .*, must be a kind"):
         choose_drafter(text, "default")
+
+
+@pytest.mark.parametrize("text", ["eagle:/no/path", "suffix+eagle:nowhere", "medusa:~/nowhere", "model:./nowhere"])
+def test_a_path_that_does_not_exist_is_told_with_its_kind(text: str) -> None:
+    with pytest.raises(StartupError, match=f"there is nothing at {re.escape(text.partition(':')[2])}"):
+        choose_drafter(text, "default")
+
+
+def test_a_path_that_exists_a_hub_id_and_a_number_of_layers_go_with_a_kind(tmp_path: Path) -> None:
+    for text in (f"eagle:{tmp_path}", "model:org/small", "published:org/eagle", "early-exit:3", "eagle:default"):
+        assert choose_drafter(text, "default") == tuple(text.split(":"))
 
 
 @pytest.mark.parametrize("text", [DEFAULT, DEFAULT_NAME])

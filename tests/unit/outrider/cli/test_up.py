@@ -141,7 +141,7 @@ def test_a_wrong_value_in_the_file_names_the_flag(plans: list[LaunchPlan], tmp_p
 def test_a_drafter_is_in_its_verifiers_process_where_both_share_a_cpu(
     plans: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch, line: list[str], gpu: bool, together: bool
 ) -> None:
-    monkeypatch.setattr("outrider.launch.stack._GPUS", ("/proc/self",) if gpu else ("/missing",))
+    monkeypatch.setattr("outrider.launch.services._GPUS", ("/proc/self",) if gpu else ("/missing",))
     assert isinstance(run(*line).exception, Reached)
     assert plans.pop().together is together
 

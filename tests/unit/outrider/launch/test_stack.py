@@ -125,6 +125,8 @@ def certified(mine: Certificate, authority: Authority) -> LaunchPlan:
         (LaunchPlan(others=(TargetPlan("./nothing.gguf", "b"),)), "there is no model at ./nothing.gguf"),
         (LaunchPlan(device="gpu"), "verifier-1.device is 'gpu'"),
         (LaunchPlan(drafter_device="cuda:x"), "drafter-1.device is 'cuda:x'"),
+        (LaunchPlan(device="cuda:7"), "device is cuda:7, must be auto or cpu for verifier-1: this machine has no GPU"),
+        (LaunchPlan(dtype="x"), "verifier-1.dtype is 'x'"),
     ],
 )
 def test_what_cannot_work_is_told_before_anything_starts(
@@ -133,6 +135,7 @@ def test_what_cannot_work_is_told_before_anything_starts(
     def started(*_: object, **__: object) -> None:
         raise AssertionError("something was started")
 
+    monkeypatch.setattr("outrider.launch.services._GPUS", ("/missing",))
     monkeypatch.setattr("outrider.launch.stack.embedded_redis", started)
     monkeypatch.setattr("outrider.launch.stack.subprocess.Popen", started)
     monkeypatch.delenv("REDIS_URL", raising=False)

@@ -63,8 +63,8 @@ def test_a_path_may_contain_an_equals_sign(tmp_path: Path) -> None:
     folder.mkdir()
     for text in (str(folder), "./x=y/z"):
         assert plan_targets([text], [], 0, "auto") == (TargetPlan(text),)
-    (only,) = plan_targets(["org/big"], ["model:./x=y"], 1, "auto")
-    assert only.drafters == (("model", "./x=y"),)
+    (only,) = plan_targets(["org/big"], [f"model:{folder}"], 1, "auto")
+    assert only.drafters == (("model", str(folder)),)
 
 
 def test_a_target_without_a_drafter_of_its_own_has_the_best_one() -> None:
@@ -77,6 +77,15 @@ def test_two_targets_of_one_name_or_model_are_refused() -> None:
         plan_targets(["a=x", "a=y"], [], 1, "auto")
     with pytest.raises(StartupError, match="two targets have the model x"):
         plan_targets(["a=x", "b=x"], [], 1, "auto")
+
+
+def test_one_folder_is_one_target_by_whatever_name(tmp_path: Path) -> None:
+    """Their weights are equal, which is noticed only when both are loaded."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to("model")
+    for other in ("link", "model/../model"):
+        with pytest.raises(StartupError, match=f"two targets have the model {tmp_path}/model"):
+            plan_targets([f"a={tmp_path}/model", f"b={tmp_path}/{other}"], [], 1, "auto")
 
 
 def test_the_mock_engine_has_its_own_drafter() -> None:

@@ -115,7 +115,15 @@ def test_the_engine_decides_the_device_where_that_is_auto(
     monkeypatch: pytest.MonkeyPatch, engine: str, device: str, available: bool, chosen: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * available)
     assert options(engine=engine, device=device).selected_device == torch.device(chosen)
+
+
+def test_a_gpu_that_is_not_there_is_told_before_torch_fails_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(StartupError, match="device is cuda:2, must be one of the 2 here, cuda:0 to cuda:1"):
+        options(device="cuda:2").selected_device  # noqa: B018
 
 
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver.\nMore."
