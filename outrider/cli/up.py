@@ -159,6 +159,7 @@ def demo(
     dtype: launch_options.Dtype = "auto",
 ) -> None:
     """Start all services, answer two prompts with plain and speculative decoding, and compare speed and text."""
+    SamplingParams(max_tokens=max_tokens).check()  # before anything starts
     console = Console(highlight=False)
     chosen, together = choose_drafter(drafter, target), on_one_cpu(device, "auto", "auto")
     plan = LaunchPlan(target, drafters=(chosen,), port=port, together=together, device=device, dtype=dtype)

@@ -235,18 +235,19 @@ async def test_an_engine_that_refuses_guesses_costs_no_other_session_its_drafter
         await receiving
 
 
+@pytest.mark.parametrize("lost_before", ["", "127.0.0.1:1,"], ids=["at once", "after another coordinator was lost"])
 async def test_a_request_that_found_no_place_is_attached_when_there_is_one(
-    alone: tuple[str, CoordinatorService],
+    alone: tuple[str, CoordinatorService], lost_before: str
 ) -> None:
     """The client inside vLLM, on the loop of its own thread; the engine's requests last for minutes."""
     address, service = alone
     others = [""] * service._settings.max_sessions
     service.sessions.attached.extend(others)
-    client = AttachmentClient(AttachOptions(address), MODEL, 6, threading.Event())
+    client = AttachmentClient(AttachOptions(lost_before + address), MODEL, 6, threading.Event())
     request = AttachedRequest("a", list(PROMPT), len(PROMPT), SamplingParams(0.0, seed=1), MODEL.vocab_size)
     try:
         client.open(request, PROMPT, "")
-        assert await soon(lambda: bool(client._told), SOON_S), "refused"
+        assert await soon(lambda: "sessions" in client._told, SOON_S), "refused, and told so"
         del service.sessions.attached[:]
         assert await soon(lambda: len(service.sessions.attached) == 1, SOON_S)
         client.send([(request, 0, None)])

@@ -129,7 +129,7 @@ class AttachmentClient:
                 stream.outbox = None
                 stream.request.receive(0, self._arrived)
             if not isinstance(lost, PeerLost | Unavailable):
-                if stream.number == 1 or not isinstance(lost, Overloaded):
+                if not stream.not_before or not isinstance(lost, Overloaded):  # else told before
                     self._warn("requests go on without guesses", lost)
                 if not isinstance(lost, Overloaded):
                     return

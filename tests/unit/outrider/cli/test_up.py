@@ -14,7 +14,7 @@ from outrider.base.config import PREFIX
 from outrider.cli import up
 from outrider.cli.app import app
 from outrider.launch.stack import LaunchPlan
-from outrider.protocol.errors import StartupError
+from outrider.protocol.errors import InvalidRequest, StartupError
 
 FILE = """
 target = "./Big"
@@ -171,4 +171,12 @@ def test_a_port_that_there_is_not_starts_nothing(plans: list[LaunchPlan], tmp_pa
     assert result.exit_code == 2
     assert "65535" in result.output
     assert not (tmp_path / "state").exists()
+    assert not plans
+
+
+@pytest.mark.parametrize("number", ["0", "-4"])
+def test_a_demo_of_no_tokens_starts_nothing(plans: list[LaunchPlan], number: str) -> None:
+    result = CliRunner().invoke(app, ["demo", "--max-tokens", number])
+    assert isinstance(result.exception, InvalidRequest)
+    assert f"max_tokens is {number}" in result.exception.message
     assert not plans
