@@ -87,9 +87,8 @@ def runs_on_vllm(settings: VerifierSettings) -> bool:
     for name in ("pipeline_parallel", "gpu_memory", "max_model_len", "vllm_args", "state_layers"):
         value, default = getattr(settings, name), VerifierSettings.model_fields[name].default
         if value != default:
-            raise StartupError(
-                f"--{name.replace('_', '-')} needs --engine vllm", field=name, value=value, limit=f"{default!r} here"
-            )
+            message = f"--{name.replace('_', '-')} needs --engine vllm"
+            raise StartupError(message, field=name, value=value, limit=f"{default!r} here")
     return False
 
 

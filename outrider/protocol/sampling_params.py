@@ -151,6 +151,5 @@ class SamplingParams:
         check_count("params.stop", len(self.stop), MAX_STOP_STRINGS)
         for index, text in enumerate(self.stop):
             if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
-                raise InvalidRequest.of(
-                    f"params.stop[{index}]", f"{len(text)} characters", f"1 to {MAX_STOP_CHARACTERS} characters"
-                )
+                limit = f"1 to {MAX_STOP_CHARACTERS} characters"
+                raise InvalidRequest.of(f"params.stop[{index}]", f"{len(text)} characters", limit)

@@ -98,9 +98,8 @@ class Distribution:
 
     def check(self, name: str, vocab_size: int) -> None:
         if len(self.ids) != len(self.weights) or not self.ids:
-            raise InvalidRequest.of(
-                name, f"{len(self.ids)} ids and {len(self.weights)} weights", "as many weights as ids, at least one"
-            )
+            found = f"{len(self.ids)} ids and {len(self.weights)} weights"
+            raise InvalidRequest.of(name, found, "as many weights as ids, at least one")
         if any(b <= a for a, b in pairwise(self.ids)):
             raise InvalidRequest.of(f"{name}.id_deltas", "not ascending", "ascending ids, each once")
         check_token(f"{name}.id_deltas", self.ids[0], vocab_size)
