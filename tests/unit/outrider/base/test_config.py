@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import typer
-from pydantic import Field, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 from typer.testing import CliRunner, Result
 
 from outrider.base import config
@@ -217,7 +217,7 @@ def test_home_and_redis_come_from_the_environment(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("kind", [CoordinatorSettings, VerifierSettings, DrafterSettings])
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "bigbox"])
 def test_a_door_to_others_needs_keys_or_a_word(kind: type[config.Settings], host: str) -> None:
-    key = "api_keys" if kind is CoordinatorSettings else "fleet_key"
+    key = {CoordinatorSettings: "api_keys", DrafterSettings: "drafter_key"}.get(kind, "fleet_key")
     with pytest.raises(StartupError, match=f"{host}.*--{key.replace('_', '-')}.*--insecure"):
         config.require_keys_or_insecure(kind(host=host))
     for more in (
@@ -228,6 +228,14 @@ def test_a_door_to_others_needs_keys_or_a_word(kind: type[config.Settings], host
         {"host": "::1"},
     ):
         config.require_keys_or_insecure(kind(**{"host": host} | more))
+
+
+def test_a_drafter_with_the_fleet_key_alone_uses_it() -> None:
+    alone = DrafterSettings(host="0.0.0.0", fleet_key=SecretStr("fleet"))
+    config.require_keys_or_insecure(alone)
+    assert alone.own_key == ("fleet_key", SecretStr("fleet"))
+    both = DrafterSettings(fleet_key=SecretStr("fleet"), drafter_key=SecretStr("drafter"))
+    assert both.own_key == ("drafter_key", SecretStr("drafter"))
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
