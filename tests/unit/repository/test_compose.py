@@ -378,6 +378,23 @@ def test_a_service_can_read_its_own_keys_and_no_others() -> None:
             assert any(file.startswith(f"{folder}/") for folder in secrets_of(BASE_SERVICES[name])), (name, file)
 
 
+def test_the_guide_makes_folders_for_keys_that_docker_may_have_made_for_root(tmp_path: Path) -> None:
+    """Its own commands. Docker makes folders that are missing, and a user cannot write there after the first `up`."""
+    guide = (ROOT / "docs" / "docker.md").read_text(encoding="utf-8")
+    (commands,) = re.findall(r"^```\n((?:(?!```).*\n)*?for name in coordinator/.*\n)", guide, re.MULTILINE)
+    (tmp_path / "sudo").write_text('#!/bin/sh\necho "$@" >> calls\nexec "$@"\n')
+    (tmp_path / "sudo").chmod(0o755)
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-ec", commands], cwd=tmp_path, env=paths, check=True, timeout=30)
+    mounts = {folder for service in BASE_SERVICES.values() if "volumes" in service for folder in secrets_of(service)}
+    wanted = {folder.replace("/run/secrets", "secrets") for folder in mounts}
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert call.startswith(f"install -d -o {os.getuid()} ")
+    assert wanted <= set(call.split())
+    for key in ("coordinator/api-keys", "fleet/fleet-key", "drafter/drafter-key"):
+        assert re.fullmatch(r"[0-9a-f]{64}\n", (tmp_path / "secrets" / key).read_text())
+
+
 def test_a_drafter_cannot_write_a_verifiers_files() -> None:
     """Else it could exchange the target's weights, and with them the text."""
     written = {
