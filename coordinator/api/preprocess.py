@@ -126,8 +126,8 @@ def prompt_tokens(request: ClientRequest, target: Target, limit: int) -> tuple[i
         tokens = target.encode_chat(request.chat)
     elif request.tokens is not None:
         kind = "tokens"
+        check_count("tokens.ids", len(request.tokens), limit, "ids")
         tokens = tuple(request.tokens)
-        check_count("tokens.ids", len(tokens), limit, "ids")
         check_tokens("tokens.ids", tokens, target.info.vocab_size)
     else:
         raise InvalidRequest.of("input", "absent", "one of prompt, chat, tokens")

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -57,7 +58,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
     def _reading(self, handler: Any, *, large: bool, every: bool) -> Callable[..., AsyncIterator[Any]]:
         async def behaviour(requests: AsyncIterator[Any], context: Call) -> AsyncIterator[Any]:
             with self._budget.share() as share:
-                given: Any = self._messages(requests, share, large=large, every=every)
+                given: Any = self._messages(context, share, large=large, every=every)
                 if not handler.request_streaming:
                     given = await _only(given)
                 streaming = handler.stream_stream or handler.unary_stream
@@ -74,22 +75,22 @@ class WholeMessages(grpc.aio.ServerInterceptor):
 
         return behaviour
 
-    async def _messages(
-        self, sent: AsyncIterator[Any], share: ByteShare, *, large: bool, every: bool
-    ) -> AsyncGenerator[Any, None]:
+    async def _messages(self, sent: Call, share: ByteShare, *, large: bool, every: bool) -> AsyncGenerator[Any, None]:
+        read: Callable[[], Awaitable[Any]] = partial(self._read, sent, share, large=large)
         try:
-            while (message := await self._read(sent, share, large=large)) is not None:
+            while (message := await read()) is not grpc.aio.EOF:
                 yield message
-                if not every:
-                    async for further in sent:
-                        yield further
+                read = read if every else sent.read
         except OutriderError as error:
             log.info("request refused", code=error.code, error=error.message)
             raise
 
-    async def _read(self, requests: AsyncIterator[Any], share: ByteShare, *, large: bool) -> Any:
-        """Return the next complete message, or None at the end; raise Overloaded, Expired or InvalidRequest."""
-        reading = asyncio.ensure_future(_next(requests))
+    async def _read(self, sent: Call, share: ByteShare, *, large: bool) -> Any:
+        """Return the next complete message, or EOF; raise Overloaded, Expired or InvalidRequest.
+
+        gRPC's own iterator, and a task in its error's traceback, would keep the message in a cycle.
+        """
+        reading = asyncio.ensure_future(sent.read())
         try:
             for _ in range(SOON_TICKS):
                 if not reading.done():
@@ -103,13 +104,10 @@ class WholeMessages(grpc.aio.ServerInterceptor):
             message = reading.result()
         finally:
             reading.cancel()
-        if message is not None:
+            del reading
+        if message is not grpc.aio.EOF:
             self._budget.take(share, message.ByteSize())
         return message
-
-
-async def _next(requests: AsyncIterator[Any]) -> Any:
-    return await anext(requests, None)
 
 
 async def _only(messages: AsyncGenerator[Any, None]) -> Any:

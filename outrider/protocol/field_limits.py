@@ -37,9 +37,11 @@ LONGEST: dict[str, int | None] = {
     "regex": None,
     "rows": None,
 }
-# Entries of a list, checked before Python loops over it. The readers of tokens and guesses bound those lists.
+# Entries of a list: megabytes are millions. Lists of texts and of messages with texts have the limit OTHER_MOST; the
+# readers of other tokens and of guesses bound those lists.
 MOST = {"eos_token_ids": 256, "rows": 1024, "headers": 16, "ms": 1024, "layers": 16, "specs": 64, "messages": 1000}
-MOST |= {"logit_bias": MAX_LOGIT_BIAS, "stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_IDS}
+MOST |= {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_IDS, "logit_bias": MAX_LOGIT_BIAS, "tail": 1 << 22}
+OTHER_MOST = 8192  # a part of a vocabulary
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
@@ -86,9 +88,8 @@ def _bounded_fields(kind: Descriptor) -> tuple[_Field, ...]:
 
 
 def _field(one: FieldDescriptor) -> _Field | None:
-    repeated = one.is_repeated
-    most = MOST.get(one.name) if repeated else None
-    kind = one.message_type
-    message = kind is not None and not kind.GetOptions().map_entry and bool(_bounded_fields(kind))
+    kind, repeated = one.message_type, one.is_repeated
+    nested = kind is not None and not kind.GetOptions().map_entry and bool(_bounded_fields(kind))
     longest = LONGEST.get(one.name, OTHER) if one.type in _TEXTS else None
-    return _Field(one.name, repeated, longest, most, message) if message or longest or most else None
+    most = MOST.get(one.name, None if longest is None and not nested else OTHER_MOST) if repeated else None
+    return _Field(one.name, repeated, longest, most, nested) if nested or longest or most else None

@@ -151,7 +151,13 @@ async def abort(context: Call, error: OutriderError) -> NoReturn:
     """End a call with a status and the error as trailing metadata."""
     metadata = ((convert.ERROR_KEY, convert.error_to_proto(error).SerializeToString()),)
     details = error.message.encode("ascii", "replace").decode()  # gRPC triples other bytes, and headers are small
-    await context.abort(grpc_status(error), details, trailing_metadata=metadata)
+    try:
+        await context.abort(grpc_status(error), details, trailing_metadata=metadata)
+    except grpc.aio.AbortError as kept:  # by gRPC, in a cycle with the call: its traceback has the request
+        kept.__context__, forget = None, kept.with_traceback
+        if (call := asyncio.current_task()) is not None:
+            call.add_done_callback(lambda _: forget(None))
+        raise
 
 
 def as_outrider_error(error: Exception) -> OutriderError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple, cast
 
@@ -14,6 +16,7 @@ from coordinator.admission.byte_budget import UNCOUNTED, ByteBudget
 from coordinator.api.whole_messages import WholeMessages
 from outrider.base.aio import until
 from outrider.protocol.errors import Expired, InvalidRequest, Overloaded
+from outrider.security.error_interceptor import ErrorInterceptor
 from outrider.v1 import coordinator_pb2 as pb
 
 MIB = 1024 * 1024
@@ -27,6 +30,16 @@ Read = Callable[[AsyncIterator[pb.GenerateRequest]], AsyncIterator[pb.GenerateRe
 
 class Details(NamedTuple):
     method: str
+
+
+class Call:
+    """Context of a call that sends these messages."""
+
+    def __init__(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
+        self._requests = requests
+
+    async def read(self) -> Any:
+        return await anext(self._requests, grpc.aio.EOF)
 
 
 class Handler:
@@ -58,7 +71,7 @@ async def reading(handler: Handler, budget: ByteBudget, method: str = GENERATE) 
     made = await whole.intercept_service(
         cast(Callable[[Any], Awaitable[Any]], continuation), cast(Any, Details(method))
     )
-    return lambda requests: made.stream_stream(requests, None)
+    return lambda requests: made.stream_stream(requests, Call(requests))
 
 
 async def sending(size: int) -> AsyncIterator[pb.GenerateRequest]:
@@ -163,10 +176,54 @@ async def test_a_long_stream_is_controlled_until_its_first_message() -> None:
     whole = WholeMessages(budget, LARGEST, TIMEOUT_S, "outrider.v1.Registry", first=ATTACHING)
     details = cast(Any, Details(f"/{ATTACHING}/Attach"))
     made = await whole.intercept_service(cast(Callable[[Any], Awaitable[Any]], continuation), details)
-    late = asyncio.ensure_future(anext(made.stream_stream(held_back(), None)))
+    late = asyncio.ensure_future(anext(made.stream_stream(None, Call(held_back()))))
     assert await until(lambda: budget._held > 0, 5)
     with pytest.raises(Overloaded):
-        await anext(made.stream_stream(held_back(), None))
+        await anext(made.stream_stream(None, Call(held_back())))
     with pytest.raises(Expired):
         await late
-    assert len([reply async for reply in made.stream_stream(silent_after_the_first(), None)]) == 2
+    assert len([reply async for reply in made.stream_stream(None, Call(silent_after_the_first()))]) == 2
+
+
+class Large:
+    """In the place of a large request."""
+
+    DESCRIPTOR = pb.GetServerInfoRequest.DESCRIPTOR
+
+    def ByteSize(self) -> int:  # as of a message
+        return MIB
+
+
+@pytest.mark.parametrize("ended", ["answered", "refused"])
+async def test_a_message_does_not_wait_for_the_collector_of_garbage(ended: str) -> None:
+    """It runs rarely, so that a few dozen large requests had the memory of a machine."""
+    held: list[weakref.ref[Large]] = []
+
+    def decode(_: bytes) -> Large:
+        held.append(weakref.ref(large := Large()))
+        if ended == "refused":
+            raise InvalidRequest("it has too many messages")
+        return large
+
+    async def generate(request: Large, context: Any) -> AsyncIterator[bytes]:
+        yield b""
+
+    handler = grpc.method_handlers_generic_handler(
+        "outrider.v1.Outrider", {"Generate": grpc.unary_stream_rpc_method_handler(generate, decode, bytes)}
+    )
+    whole = WholeMessages(ByteBudget(2 * MIB), LARGEST, TIMEOUT_S, "outrider.v1.Registry", first=ATTACHING)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(5.0), whole])
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    gc.disable()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                assert [reply async for reply in channel.unary_stream(GENERATE)(b"")] == [b""]
+                assert ended == "answered"
+        await server.stop(1.0)
+        assert len(held) == 1
+        assert held[0]() is None
+    finally:
+        gc.enable()

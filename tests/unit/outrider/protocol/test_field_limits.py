@@ -23,11 +23,22 @@ REQUESTS = [
 ]
 
 
+TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+
+
+def is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
+
+
+def default(field: FieldDescriptor) -> Any:
+    return b"" if field.type == FieldDescriptor.TYPE_BYTES else ""
+
+
 def texts(kind: Descriptor, path: tuple[FieldDescriptor, ...] = ()) -> Iterator[tuple[FieldDescriptor, ...]]:
     for field in kind.fields:
-        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+        if field.message_type is not None and not is_map(field):
             yield from texts(field.message_type, (*path, field))
-        elif field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+        elif field.type in TEXTS:
             yield (*path, field)
 
 
@@ -60,6 +71,47 @@ def test_every_text_of_every_request_is_bounded(kind: Descriptor, path: tuple[Fi
         check_fields(filled(kind, path))
     assert path[-1].name in caught.value.field
     assert str(HUGE) in caught.value.value
+
+
+def lists(kind: Descriptor, path: tuple[FieldDescriptor, ...] = ()) -> Iterator[tuple[FieldDescriptor, ...]]:
+    """Yield the lists of a request that are looped over: those of texts, of messages with texts, and maps."""
+    for field in kind.fields:
+        nested = field.message_type
+        bounded = nested is not None and any(LONGEST.get(path[-1].name, 0) is not None for path in texts(nested))
+        if field.is_repeated and (field.type in TEXTS or is_map(field) or bounded):
+            yield (*path, field)
+        if nested is not None and not is_map(field):
+            yield from lists(nested, (*path, field))
+
+
+LISTS = [(kind, path) for kind in REQUESTS for path in lists(kind)]
+
+
+@pytest.mark.parametrize(("kind", "path"), LISTS, ids=[f"{k.name}.{'.'.join(f.name for f in p)}" for k, p in LISTS])
+def test_every_list_of_every_request_is_bounded(kind: Descriptor, path: tuple[FieldDescriptor, ...]) -> None:
+    """A megabyte has a million empty messages: loops over them held up a coordinator for half a minute."""
+    message = made = message_factory.GetMessageClass(kind)()
+    for field in path[:-1]:
+        made = getattr(made, field.name)
+        made = made.add() if field.is_repeated else made
+    entries = getattr(made, path[-1].name)
+    if is_map(path[-1]):
+        entries.update(dict.fromkeys(range(HUGE), 0.0))
+    else:
+        entries.extend([entries.add() if path[-1].message_type else default(path[-1])] * HUGE)
+    with pytest.raises(InvalidRequest) as caught:
+        check_fields(message)
+    assert caught.value.field.endswith(path[-1].name)
+    assert "entries" in caught.value.limit
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "tail"])
+def test_tokens_of_requests_are_bounded(name: str) -> None:
+    stops = coordinator_pb2.GenerateRequest()
+    stops.params.stop_token_ids.extend(range(HUGE))
+    tail = coordinator_pb2.ResumeRequest(tail=range(5_000_000))
+    with pytest.raises(InvalidRequest, match=name):
+        check_fields(stops if name == "stop_token_ids" else tail)
 
 
 def test_lists_of_messages_are_bounded() -> None:

@@ -1,16 +1,20 @@
-"""A caller that hangs up while it is written to is nobody's fault."""
+"""A caller that hangs up while it is written to is nobody's fault, and a call that fails leaves nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 from grpc._cython import cygrpc
 from structlog.testing import capture_logs
 
-from outrider.security.error_interceptor import _checked_stream_handler
+from outrider.protocol.errors import InvalidRequest
+from outrider.security.error_interceptor import ErrorInterceptor, _checked_stream_handler
 from outrider.v1 import common_pb2 as common
 
 
@@ -121,3 +125,48 @@ async def test_a_stream_that_has_ended_leaves_no_timer(clock: Clock) -> None:
         await handler(common.ProbeRequest(), context)
     await clock.passes(1.0)
     assert [handle for handle in loop._scheduled if not handle.cancelled()] == []
+
+
+class Held:
+    """In the place of a large request."""
+
+
+class Refusing(grpc.GenericRpcHandler):
+    """Refuses every call, with a request in its frame."""
+
+    def __init__(self) -> None:
+        self.held: list[weakref.ref[Held]] = []
+
+    def service(self, handler_call_details: Any) -> Any:
+        if handler_call_details.method == "/x/unary":
+            return grpc.unary_unary_rpc_method_handler(self._unary, common.ProbeRequest.FromString, bytes)
+        return grpc.stream_stream_rpc_method_handler(self._stream, common.ProbeRequest.FromString, bytes)
+
+    async def _unary(self, request: Any, context: Any) -> bytes:
+        held = Held()
+        self.held.append(weakref.ref(held))
+        raise InvalidRequest("no")
+
+    async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            await self._unary(request, context)
+            yield b""
+
+
+async def test_a_refused_call_leaves_nothing_to_the_collector_of_garbage() -> None:
+    """Collections are rare: a client that was refused a few dozen times had the memory of a machine."""
+    handler = Refusing()
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(5.0)])
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    gc.disable()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for call in (channel.unary_unary("/x/unary")(b""), channel.stream_unary("/x/stream")(iter([b""]))):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await call
+        await server.stop(1.0)
+        assert [held() for held in handler.held] == [None, None]
+    finally:
+        gc.enable()
