@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -383,6 +384,21 @@ async def test_vocabularies_that_are_no_text_are_refused(house: House) -> None:
         assert (await call.read()).send_vocabulary
         await call.write(pb.RegisterRequest(vocabulary=pb.Vocabulary(tokens=[b"\xff\xfe"], last=True)))
         assert_refused(await failure(call), "vocabulary.tokens", "xff", "UTF-8")
+
+
+async def test_a_flood_in_place_of_a_vocabulary_holds_up_its_sender_only(house: House) -> None:
+    async with grpc.aio.insecure_channel(house.coordinator, options=channel_options()) as channel:
+        call: Any = rpc.RegistryStub(channel).Register(timeout=20)  # type: ignore[call-arg]
+        info = server_info_worker(house)
+        info.model.vocabulary_digest = "another"
+        await call.write(pb.RegisterRequest(worker=info))
+        assert (await call.read()).send_vocabulary
+        began = time.monotonic()
+        for _ in range(30):
+            await call.write(pb.RegisterRequest(worker=info))
+        await call.write(pb.RegisterRequest(vocabulary=pb.Vocabulary(tokens=[b"no token of its"], last=True)))
+        assert "vocabulary differs" in (await failure(call))[1].message
+        assert time.monotonic() - began > 1.0, "as reports, 20 messages a second are read"
 
 
 def server_info_worker(house: House) -> pb.Worker:

@@ -218,7 +218,8 @@ async def test_a_message_does_not_wait_for_the_collector_of_garbage(ended: str) 
     await server.start()
     gc.disable()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        opened: Any = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        async with opened as channel:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 assert [reply async for reply in channel.unary_stream(GENERATE)(b"")] == [b""]
                 assert ended == "answered"

@@ -162,7 +162,8 @@ async def test_a_refused_call_leaves_nothing_to_the_collector_of_garbage() -> No
     await server.start()
     gc.disable()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        opened: Any = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        async with opened as channel:
             for call in (channel.unary_unary("/x/unary")(b""), channel.stream_unary("/x/stream")(iter([b""]))):
                 with pytest.raises(grpc.aio.AioRpcError):
                     await call
