@@ -19,7 +19,6 @@ from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
 from outrider.observability.tracing import OFF, Tracing
 from outrider.protocol import convert, message_limits
-from outrider.protocol.checks import check_count
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.runtime.worker_service import WorkerService
@@ -98,7 +97,6 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
 
 def _opening(request: pb.DraftRequest) -> DraftOpening:
     fields, given = convert.opening_fields(request), request.open
-    check_count("open.eos_token_ids", len(given.eos_token_ids), message_limits.MAX_EOS_IDS, "ids")
     return DraftOpening(
         **fields,
         vocab_size=given.vocab_size,

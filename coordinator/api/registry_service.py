@@ -18,8 +18,6 @@ from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 
-_PAUSE_S = 0.05  # after each message, so that a flood holds up its sender only
-
 
 class RegistryService(rpc.RegistryServicer):
     """Service that workers report to."""
@@ -68,7 +66,7 @@ class RegistryService(rpc.RegistryServicer):
         async for request in requests:
             self._delivery.check(connection.info)
             await self._registrations.update(_worker(request), connection)
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(0.05)  # so that a flood of reports holds up its sender only
 
     def _refuse_when_stopping(self) -> None:
         if self._stopping.is_set():
@@ -79,7 +77,7 @@ async def _compare_vocabulary(target: Vocabulary, requests: AsyncIterator[pb.Reg
     """Compare a drafter's vocabulary with the target's; it is read to its end, else an error would not arrive."""
     difference: ModelMismatch | None = None
     async for request in requests:
-        await asyncio.sleep(_PAUSE_S)
+        await asyncio.sleep(0.05)  # as for reports
         if request.WhichOneof("message") != "vocabulary":
             continue  # a heartbeat sent before the request for the vocabulary
         part = request.vocabulary

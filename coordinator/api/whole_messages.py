@@ -86,10 +86,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
             raise
 
     async def _read(self, sent: Call, share: ByteShare, *, large: bool) -> Any:
-        """Return the next complete message, or EOF; raise Overloaded, Expired or InvalidRequest.
-
-        gRPC's own iterator, and a task in its error's traceback, would keep the message in a cycle.
-        """
+        """Return the next complete message, or EOF; raise Overloaded, Expired or InvalidRequest."""
         reading = asyncio.ensure_future(sent.read())
         try:
             for _ in range(SOON_TICKS):
@@ -104,7 +101,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
             message = reading.result()
         finally:
             reading.cancel()
-            del reading
+            del reading  # in its error's traceback it is a cycle, as gRPC's own iterator: messages would stay in memory
         if message is not grpc.aio.EOF:
             self._budget.take(share, message.ByteSize())
         return message
@@ -112,6 +109,6 @@ class WholeMessages(grpc.aio.ServerInterceptor):
 
 async def _only(messages: AsyncGenerator[Any, None]) -> Any:
     async with contextlib.aclosing(messages):
-        async for message in messages:
+        if (message := await anext(messages, None)) is not None:
             return message
     raise InvalidRequest("the call ended before its message", field="request")

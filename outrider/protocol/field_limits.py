@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from outrider.protocol.checks import MAX_ID_CHARACTERS, MAX_SALT_CHARACTERS, check_count
-from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_STOP_STRINGS
 
 OTHER = 256
@@ -69,16 +69,14 @@ def check_fields(message: Any, where: str = "") -> None:
             for index, one in enumerate(content):
                 check_fields(one, f"{place}[{index}].")
         elif field.longest is not None:
-            _check_texts(field, place, content)
+            _check_texts(place, content if field.repeated else (content,), field.longest)
 
 
-def _check_texts(field: _Field, where: str, value: Any) -> None:
-    assert field.longest is not None
-    for index, text in enumerate(value if field.repeated else (value,)):
-        if len(text) > field.longest:
-            unit = "bytes" if isinstance(text, bytes) else "characters"
-            place = f"{where}[{index}]" if field.repeated else where
-            raise InvalidRequest.of(place, f"{len(text)} {unit}", f"at most {field.longest} {unit}")
+def _check_texts(where: str, texts: Sequence[str | bytes], longest: int) -> None:
+    for index, text in enumerate(texts):
+        if len(text) > longest:
+            place = where if isinstance(texts, tuple) else f"{where}[{index}]"
+            check_count(place, len(text), longest, "bytes" if isinstance(text, bytes) else "characters")
 
 
 @cache

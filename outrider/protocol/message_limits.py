@@ -18,7 +18,6 @@ _DISTRIBUTION_BYTES = MAX_CANDIDATES * (_ID_BYTES + 3) + 16
 # A guess message with every field at its limit.
 MAX_GUESS_BYTES = MAX_GAMMA * (_ID_BYTES + 1 + _DISTRIBUTION_BYTES) + 128
 MAX_OPEN_TOKENS = 4 * 1024 * 1024  # prompt and output; contexts are shorter
-MAX_EOS_IDS = 256
 MAX_SMALL_BYTES = 16 * 1024  # a message without guesses, hidden states and logprobs
 # A drafter sends guesses, its description, or its load.
 MAX_DRAFTER_MESSAGE_BYTES = MAX_GUESS_BYTES + MAX_SMALL_BYTES
