@@ -189,7 +189,7 @@ class VerificationLoop:
             if result.error is not None:
                 self.close(session, result.error)
                 continue
-            if result.cache_length != session.cache_length and len(result.hidden_states) < len(item.states):
+            if result.cache_length > session.cache_length and len(result.hidden_states) < len(item.states):
                 for error in session.hidden_states.refuse_missing(item.states, result.hidden_states):
                     session.outbox.put_nowait(Rejection(error, 0))
             session.cache_length = result.cache_length
