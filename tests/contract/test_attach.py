@@ -243,7 +243,7 @@ async def test_a_request_that_found_no_place_is_attached_when_there_is_one(
     address, service = alone
     others = [""] * service._settings.max_sessions
     service.sessions.attached.extend(others)
-    client = AttachmentClient(AttachOptions(lost_before + address), MODEL, 6, threading.Event())
+    client = AttachmentClient(AttachOptions(coordinators=lost_before + address), MODEL, 6, threading.Event())
     request = AttachedRequest("a", list(PROMPT), len(PROMPT), SamplingParams(0.0, seed=1), MODEL.vocab_size)
     try:
         client.open(request, PROMPT, "")

@@ -513,8 +513,21 @@ def test_workers_are_not_asked_for_guesses_of_vllms_own(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"coordinators": "here"}, {"coordinators": "h:1", "wait": 3}, {"coordinators": "h:1", "api_key": "k"}]
+    ("given", "named"),
+    [
+        ({}, "outrider.coordinators: "),
+        ({"coordinators": "here"}, "outrider.coordinators is 'here'"),
+        ({"coordinators": ","}, "outrider.coordinators has no"),
+        ({"coordinators": ["h:1"]}, "outrider.coordinators: "),
+        ({"coordinators": "h:1", "wait": 3}, "outrider.wait: "),
+        ({"coordinators": "h:1", "api_key": "k"}, "outrider.api_key: "),
+        ({"coordinators": "h:1", "max_wait_ms": "soon"}, "outrider.max_wait_ms: "),
+        ({"coordinators": "h:1", "max_wait_ms": float("nan")}, "outrider.max_wait_ms: "),
+        ("h:1", "outrider: "),
+    ],
 )
-def test_wrong_options_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(StartupError):
+def test_wrong_options_are_refused(given: Any, named: str) -> None:
+    """Also those of another type: an error in the engine's process would tell only that some attribute is missing."""
+    with pytest.raises(StartupError, match=named):
         AttachOptions.of({"outrider": given})
+    assert AttachOptions.of({"outrider": {"coordinators": "h:1, i:2", "max_wait_ms": "5"}}).max_wait_ms == 5.0

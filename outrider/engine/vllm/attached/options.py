@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any, Self
+
+from pydantic import BaseModel, Field, ValidationError
 
 from outrider.protocol.errors import StartupError
 from outrider.runtime.worker_service import check_address
@@ -13,13 +14,12 @@ from outrider.security.channels import Channels
 from outrider.security.tls import Tls
 
 
-@dataclass(frozen=True, slots=True)
-class AttachOptions:
+class AttachOptions(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
     """Addresses of the coordinators, the longest wait for their drafters, key and certificates."""
 
-    coordinators: str = ""  # host:port,host:port
-    max_wait_ms: float = 20.0  # that a step waits for guesses
-    api_key: str = ""  # @FILE
+    coordinators: str = Field(min_length=1)  # host:port,host:port
+    max_wait_ms: float = Field(20.0, ge=0, allow_inf_nan=False)  # that a step waits for guesses
+    api_key: str = Field("", pattern="^(@.+)?$")  # @FILE: vLLM writes its configuration to its log
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -28,15 +28,14 @@ class AttachOptions:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
         """Read the settings; raise StartupError for what cannot be."""
-        given = config.get("outrider") or {}
-        known = {field.name for field in fields(cls)}
-        for name in given.keys() - known:
-            raise _invalid(name, "unknown", ", ".join(sorted(known)))
-        options = cls(**given)
+        try:
+            options = cls.model_validate(config.get("outrider", {}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(("outrider", *map(str, first["loc"])))
+            raise StartupError(f"additional_config: {name}: {first['msg']}, see docs/attach.md") from error
         if not options.addresses:
-            raise _invalid("coordinators", "missing", "host:port,host:port")
-        if options.api_key and not options.api_key.startswith("@"):
-            raise _invalid("api_key", "no file", "@FILE: vLLM writes its configuration to its log")
+            raise StartupError("additional_config: outrider.coordinators has no host:port")
         return options
 
     @property
@@ -46,7 +45,3 @@ class AttachOptions:
     def channels(self) -> Channels:
         tls = Tls.load(cert=self.tls_cert, key=self.tls_key, ca=self.tls_ca, name=self.tls_name)
         return Channels(tls, ApiKeys.parse(self.api_key, "outrider.api_key").first)
-
-
-def _invalid(name: str, problem: str, limit: str) -> StartupError:
-    return StartupError(f"additional_config: outrider.{name} is {problem}", limit=limit)
