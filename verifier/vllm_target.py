@@ -179,7 +179,6 @@ def vllm_options(settings: VerifierSettings, model: Path = Path()) -> CoreOption
         # On a GPU the cache takes the memory that is free, unless a size is given.
         kv_tokens=settings.kv_tokens or (KV_TOKENS if on_cpu else None),
         tensor_parallel=settings.tensor_parallel,
-        pipeline_parallel=settings.pipeline_parallel,
         quantization="" if settings.quantization == "none" else settings.quantization,
         gpu_memory_share=settings.gpu_memory,
         max_model_len=settings.max_model_len,

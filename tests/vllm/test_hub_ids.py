@@ -1,22 +1,24 @@
-"""Targets by hub id: their files are downloaded before anything is read from them."""
+"""Targets by hub id, whose files are downloaded before anything is read from them, their identity, and refusals."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copytree
 from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from outrider.engine.vllm import loading
 from outrider.protocol.errors import StartupError
 from tests.vllm.conftest import options
 
 
-class Started(Exception):
-    """Stands for a vLLM that starts."""
+class Started(BaseException):
+    """Stands for a vLLM that starts; an Exception would be one that does not."""
 
 
 @pytest.fixture
@@ -46,19 +48,56 @@ def test_a_verifier_starts_with_a_hub_id(model: Path, hub: dict[str, Any], monke
         loading.load_core("owner/absent", options(), lambda stage: None)
 
 
+def served(model: Path, *, name: str = "", cache_dtype: str = "auto", **more: Any) -> Any:
+    """Return vLLM's configuration, as far as a model's identity is read from it."""
+    given = {
+        "revision": None,
+        "tokenizer": str(model),
+        "quantization": None,
+        "dtype": torch.float32,
+        "max_model_len": 64,
+        "hf_overrides": {},
+        "get_vocab_size": lambda: 100,
+    }
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=name or str(model), **given | more),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        device_config=SimpleNamespace(device_type="cpu"),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+    )
+
+
 def test_an_attached_engine_is_described_by_its_hub_id(model: Path, hub: dict[str, Any]) -> None:
     hub["folder"] = model
-    config = SimpleNamespace(
-        model="owner/name",
-        revision="v2",
-        tokenizer=str(model),
-        quantization=None,
-        dtype=torch.float32,
-        max_model_len=64,
-        get_vocab_size=lambda: 100,
-    )
-    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
-    device = SimpleNamespace(device_type="cpu")
-    served: Any = SimpleNamespace(model_config=config, parallel_config=parallel, device_config=device)
-    info = loading.describe_served(served)
+    info = loading.describe_served(served(model, name="owner/name", revision="v2"))
     assert (info.vocab_size, info.device, hub["owner/name"]) == (100, "cpu", ["v2"])
+
+
+def test_arguments_that_change_the_numbers_change_the_identity(model: Path) -> None:
+    """Verifiers with equal fingerprints replace each other, and one text is promised of our own engine and vLLM."""
+    settings: list[dict[str, Any]] = [
+        {"cache_dtype": "fp8"},
+        {"quantization": "fp8"},
+        {"hf_overrides": {"rope_theta": 100.0}},
+    ]
+    plain, *others = [loading.describe_served(served(model, **each)) for each in ({}, *settings)]
+    assert plain.text_digest
+    assert not any(each.text_digest for each in others)
+    assert len({each.fingerprint for each in (plain, *others)}) == 4
+
+
+def test_weights_that_vllm_cannot_load_are_told_in_words(model: Path, tmp_path: Path) -> None:
+    folder = copytree(model, tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StartupError, match=r"cannot load model .*broken"):
+        loading.load_core(str(folder), options(), lambda stage: None)
+
+
+def test_arguments_that_cannot_be_given_are_named(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of another model the verifier would tell the identity of its target, and a pipeline changes texts."""
+    for given in ("--no-such-flag", "--help", "--model other", "--pipeline-parallel-size 2"):
+        with pytest.raises(StartupError, match=f"vLLM refuses its settings: .*{given.split()[0]}"):
+            loading.load_core(str(model), options(more=given), lambda stage: None)
+    assert "usage:" not in "".join(capfd.readouterr()), "a reason, not hundreds of flags"

@@ -44,7 +44,6 @@ class CoreOptions:
     max_prompt_tokens: int  # per step
     kv_tokens: int | None = None  # None: as many as vLLM finds room for
     tensor_parallel: int = 1
-    pipeline_parallel: int = 1
     quantization: str = ""
     gpu_memory_share: float = 0.0  # 0: vLLM's default
     max_model_len: int = 0  # 0: the model's context
@@ -197,7 +196,6 @@ def _config(options: CoreOptions) -> Any:
         *("--model", str(options.model), "--dtype", options.dtype, "--seed", "0", "--skip-tokenizer-init"),
         *("--max-num-seqs", str(options.max_sessions), "--max-num-batched-tokens", str(tokens_per_step)),
         *("--tensor-parallel-size", str(options.tensor_parallel)),
-        *("--pipeline-parallel-size", str(options.pipeline_parallel)),
     ]
     if options.quantization:
         line += ["--quantization", options.quantization]
@@ -205,9 +203,12 @@ def _config(options: CoreOptions) -> Any:
         line += ["--gpu-memory-utilization", str(options.gpu_memory_share)]
     if options.max_model_len:
         line += ["--max-model-len", str(options.max_model_len)]
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False, add_help=False))
+    parser.error = _refuse  # vLLM's prints its usage, and ends the process without the reason
     try:
         given = parser.parse_args([*line, *shlex.split(options.more)])
+        if (given.model, given.pipeline_parallel_size) != (str(options.model), 1):  # another identity, other texts
+            _refuse("--model is --target here, --pipeline-parallel-size is 1")
         arguments = EngineArgs.from_cli_args(given)
         arguments.speculative_config = {**_ROOM, "num_speculative_tokens": options.max_guesses}
         arguments.scheduler_cls = "outrider.engine.vllm.scheduler.GuessingScheduler"
@@ -218,7 +219,7 @@ def _config(options: CoreOptions) -> Any:
         arguments.async_scheduling = False  # a guess hangs from the verdict of the step before
         arguments.disable_log_stats = True
         config = arguments.create_engine_config()
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         message, limit = f"vLLM refuses its settings: {' '.join(str(error).split())}", "arguments of `vllm serve`"
         raise StartupError(message, field="vllm_args", value=options.more, limit=limit) from error
     if options.layers:
@@ -226,6 +227,10 @@ def _config(options: CoreOptions) -> Any:
     if options.kv_tokens is not None:
         _reserve(config, options.kv_tokens)
     return config
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
 
 
 def _check_layers(config: Any, layers: Sequence[int]) -> None:

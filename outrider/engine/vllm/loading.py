@@ -63,9 +63,10 @@ def load_core(name: str, options: CoreOptions, progress: Callable[[str], None]) 
         vocabulary = Vocabulary.of(tokenizer)
         model = _empty_model(path)
     progress(f"loading {name} with vLLM {installed_version()}")
-    core = VllmCore(replace(options, model=path))
+    with startup_errors(name):
+        core = VllmCore(replace(options, model=path))
     try:
-        info = _describe(path, model, core.config, tokenizer, vocabulary, options.quantization)
+        info = _describe(path, model, core.config, tokenizer, vocabulary)
         progress("testing guesses")
         self_test(core, options)
         progress("measuring step times")
@@ -164,7 +165,7 @@ def describe_served(vllm_config: Any) -> ModelInfo:
         path = _folder(found, config.revision)
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
         vocabulary = Vocabulary.of(tokenizer)
-        return _describe(path, _empty_model(path), vllm_config, tokenizer, vocabulary, config.quantization or "")
+        return _describe(path, _empty_model(path), vllm_config, tokenizer, vocabulary)
 
 
 def _folder(found: Path | str, revision: str | None = None) -> Path:
@@ -175,24 +176,21 @@ def _folder(found: Path | str, revision: str | None = None) -> Path:
 
 
 def _describe(
-    path: Path,
-    model: PreTrainedModel,
-    vllm_config: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    vocabulary: Vocabulary,
-    quantization: str,
+    path: Path, model: PreTrainedModel, vllm_config: Any, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary
 ) -> ModelInfo:
-    """Return the identity of the weights; vLLM's version, number format and parallelism are in the fingerprint."""
+    """Return the identity of the weights; what else decides the numbers, as vLLM has it, is in the fingerprint."""
     config, parallel = vllm_config.model_config, vllm_config.parallel_config
     samples = list(_read_samples(path, model, config.dtype))
-    info = describe(path.name, model, tokenizer, vocabulary, quantization or "none", samples)
+    info = describe(path.name, model, tokenizer, vocabulary, config.quantization or "none", samples)
     device = str(vllm_config.device_config.device_type)
     ranks = f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size} ranks"
     arithmetic = f"vLLM {installed_version()} on {device}, {ranks}, torch {torch.__version__}"
-    exact = device == "cpu" and info.dtype == "float32"
+    changed = "" if (cache := vllm_config.cache_config.cache_dtype) == "auto" else f", {cache} cache"
+    changed += f", {config.hf_overrides}" if config.hf_overrides else ""
+    exact = device == "cpu" and info.dtype == "float32" and not changed
     return replace(
         info,
-        fingerprint=combine(info.fingerprint, f"{arithmetic}, torch's functions {torch_functions_digest()}"),
+        fingerprint=combine(info.fingerprint, f"{arithmetic}{changed}, torch's functions {torch_functions_digest()}"),
         # In float32 on a CPU the text is that of Outrider's own kernels, but for ties closer than rounding.
         text_digest=combine(info.fingerprint, kernel_arithmetic(USUAL_KERNELS)) if exact else "",
         vocab_size=config.get_vocab_size(),
