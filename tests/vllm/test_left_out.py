@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ import torch
 
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
+from outrider.engine.vllm.messages import Opening, PlannedSession
 from outrider.hidden_states.projection import PackedProjection, Projection
 from outrider.hidden_states.rows import decode
 from outrider.protocol.hidden_states.messages import HiddenStates, StateSpecs
+from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import Verdict
 from tests.vllm.conftest import RUNNER, Request, loop_over, run, vllm_target
 from tests.vllm.test_target import from_truth, requests
 from verifier.engine_target import EngineTarget
+from verifier.vllm_target import VllmTarget
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -115,3 +119,18 @@ async def test_sessions_that_are_left_out_of_steps_lose_nothing(
                 assert all(torch.allclose(ours[at], theirs[at], rtol=0, atol=2e-2) for at in ours)
         loop._admission.free_closed()
         assert core.free_tokens == free, "no block is left behind"
+
+
+def test_a_preempted_session_that_waits_keeps_no_other_from_beginning(vllm: VllmTarget) -> None:
+    """One whose client does not read may wait for ever, and all of it but the last token may be cached."""
+    core, params = vllm._core, SamplingParams(seed=1, temperature=0.0, max_tokens=8)
+    for name, length in (("waits", core.block_tokens), ("begins", 3)):
+        core.add(name, [len(name)] * length, Opening(params, length))
+        core.step({name: PlannedSession(length)})
+        assert core.scheduler.computed[name].verified is not None
+        if name == "waits":
+            preempted = core.scheduler.running.pop()
+            core.scheduler._preempt_request(preempted, time.monotonic())
+    core.step({"waits": PlannedSession(1)})
+    assert core.scheduler.computed["waits"].verified is not None, "it goes on where it was"
+    core.abort(["waits", "begins"])

@@ -49,6 +49,11 @@ class GuessingScheduler(SilentScheduler):
         for request in self.running:
             planned = self.plan.get(request.request_id)
             request.spec_token_ids = list(planned.guesses) if planned is not None and decodes(request) else []
+        # vLLM begins none behind the first that must wait.
+        unplanned = [request for request in self.waiting if request.request_id not in self.plan]
+        self.waiting.remove_requests(unplanned)
+        for request in unplanned:
+            self.waiting.add_request(request)
         output = super().schedule(*args, **kwargs)
         setattr(output, EXTRA, {name: self.plan[name] for name in output.num_scheduled_tokens if name in self.plan})
         return output
@@ -62,7 +67,7 @@ class GuessingScheduler(SilentScheduler):
             return min(num_new_tokens, planned.num_tokens)
         if request.status is RequestStatus.RUNNING:
             return 0
-        # A preempted request comes back before others can begin. Nothing is drawn for it until it is planned.
+        # A preempted request comes back as there is room. Nothing is drawn for it until it is planned.
         uncached: int = request.num_tokens - 1 - num_computed_tokens
         return max(0, min(num_new_tokens, uncached))
 
