@@ -58,12 +58,8 @@ class AttachmentService(rpc.AttachmentServicer):
         theirs = request.open.model.vocabulary_digest
         if targets and theirs not in (known := [target.vocabulary_digest for target in targets]):
             names = ", ".join(target.name for target in targets)
-            raise ModelMismatch(
-                f"the engine's vocabulary is not that of {names}, which this coordinator's drafters serve",
-                field="open.model.vocabulary_digest",
-                value=theirs,
-                limit=", ".join(known),
-            )
+            message = f"the engine's vocabulary is not that of {names}, which this coordinator's drafters serve"
+            raise ModelMismatch(message, field="open.model.vocabulary_digest", value=theirs, limit=", ".join(known))
         given = request.open.cache_salt
         salt = given if self._settings.share_prefixes else tenant().salt(given)
         session = AttachedSession(request.open, salt, tenant().id, self._sessions.drafting, self._sessions.metrics)

@@ -60,8 +60,5 @@ class FleetKeys:
         """Raise Unauthenticated unless the key of this header is one for the role."""
         if not self.keys(role).allows(header):
             name = "drafter_key" if role is Role.DRAFTER else "fleet_key"
-            raise Unauthenticated(
-                f"a {role.name.lower()} registers with the {name}, not with the key of this request",
-                field=HEADER,
-                limit=f"the {name}",
-            )
+            message = f"a {role.name.lower()} registers with the {name}, not with the key of this request"
+            raise Unauthenticated(message, field=HEADER, limit=f"the {name}")

@@ -145,12 +145,8 @@ class Registrations:
         for connection in self._workers:
             if (taken := self._conflict(info, connection)) is not None:
                 field, value = taken
-                raise Conflict(
-                    f"another worker is registered with this {field}; wait until it has left, or use one of your own",
-                    field=f"worker.{field}",
-                    value=value,
-                    limit="not in use",
-                )
+                message = f"another worker is registered with this {field}; wait until it has left, or use your own"
+                raise Conflict(message, field=f"worker.{field}", value=value, limit="not in use")
         if self._workers.get(info.worker_id) is None and len(self._workers.of(info.role)) >= MAX_WORKERS:
             raise Overloaded(f"{MAX_WORKERS} workers of this role are registered", field="worker", limit=MAX_WORKERS)
 
