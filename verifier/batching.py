@@ -75,8 +75,7 @@ class Batching:
 
     def schedule(self, sessions: Collection[VerifySession], now: float) -> tuple[list[ScheduledSession], float | None]:
         """Return the next step's batch; if it is empty, the seconds to wait at most (None: until woken)."""
-        slow = {session.tenant for session in sessions if session.has_slow_grammar}
-        heavy = self._shares.heavy_tenants((session.tenant for session in sessions), slow)
+        heavy = self._shares.heavy_tenants(session.tenant for session in sessions)
         batch: list[ScheduledSession] = []
         prompts: list[VerifySession] = []
         joining: list[VerifySession] = []  # ready sessions of heavy tenants
@@ -146,7 +145,7 @@ class Batching:
                 batch += self._prompt_chunks([session], 0, 0, min(most, budget))
             else:
                 batch.append(self._decode(session, min(self._limits.guess_rows, min(most, budget) - 1)))
-            budget = 0 if session.has_slow_grammar else budget - batch[-1].num_tokens
+            budget -= batch[-1].num_tokens
         return batch
 
     def _prompt_chunks(

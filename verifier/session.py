@@ -35,7 +35,6 @@ from verifier.hidden_states.earlier_states import queue_request
 MAX_UNREAD_VERDICTS = 64  # a session with more unread replies is stalled
 MAX_UNREAD_REPLIES = 1024  # beyond that, a further rejection ends the session
 _MAX_MASK_S = 0.02  # time for the grammar masks of a step: the other sessions wait for them
-_SLOW_MASK_S = 0.005  # for one mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +169,6 @@ class VerifySession:
         if nothing_to_wait_for or self.draft_wait_s == 0.0 or self.tree.depth >= wanted:
             return now
         return self.waiting_since + self.draft_wait_s
-
-    @property
-    def has_slow_grammar(self) -> bool:
-        """Return whether a mask takes so long that sessions of other tenants need protection."""
-        return self.guide is not None and not self.guide.affordable_masks(_SLOW_MASK_S)
 
     def block(self, max_guesses: int, *, chain: bool = False, paying: int = 0) -> Guess:
         """Return the guesses to verify, the likeliest first: `paying`, where a shared step chooses among them."""

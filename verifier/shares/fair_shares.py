@@ -3,13 +3,13 @@
 Every session in a step makes the step a little longer. Among tenants with similar numbers of sessions that is fair. A
 tenant with few sessions keeps its speed instead. Tenants with many get a small part of the verifier's time, as credit
 in milliseconds, and pay for the time that their tokens add to steps. Where more tokens take no more time, they pay
-nothing. Tenants whose grammars take long to mask are treated likewise.
+nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from verifier.step_times import StepTimes
 
@@ -31,11 +31,11 @@ class FairShares:
         self._heavy: frozenset[str] = frozenset()
         self._light_served_at = 0.0  # last step with sessions of tenants with few
 
-    def heavy_tenants(self, tenants: Iterable[str], slow: Collection[str] = ()) -> frozenset[str]:
-        """Return the tenants with many sessions or `slow` ones, given each session's tenant; none if all are."""
+    def heavy_tenants(self, tenants: Iterable[str]) -> frozenset[str]:
+        """Return the tenants with many sessions, given each session's tenant; none if no tenant has few."""
         counts = Counter(tenants)
         few = max(1, self._seats // (FEW_DIVISOR * max(1, len(counts))))
-        heavy = frozenset(tenant for tenant, count in counts.items() if count > few or tenant in slow)
+        heavy = frozenset(tenant for tenant, count in counts.items() if count > few)
         self._heavy = heavy if len(heavy) < len(counts) else frozenset()
         return self._heavy
 

@@ -183,41 +183,6 @@ def test_a_key_with_many_sessions_that_owes_time_is_asked_again_soon() -> None:
     assert wait_s < 0.1
 
 
-class SlowGrammar:
-    """A matcher whose masks take 15 ms each."""
-
-    def affordable_masks(self, seconds: float) -> int:
-        return int(seconds / 0.015)
-
-
-def test_slow_grammars_of_one_key_hardly_slow_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each mask of a literal of 60,000 characters takes long; four such sessions made a step take 25 times as long."""
-    clock, engine, params = VirtualTime(), MockEngine(), SamplingParams(seed=1, max_tokens=9999)
-    monkeypatch.setattr("verifier.session.time", clock)
-    openings = [VerifyOpening(f"s{i}", 1, (1,), 1, params, tenant="slow" if i else "light") for i in range(5)]
-    sessions = [VerifySession(each, engine.info, engine.device) for each in openings]
-    for each in sessions[1:]:
-        each.guide = SlowGrammar()  # type: ignore[assignment]
-    batching = Batching(replace(LIMITS, max_sessions=64), StepTimes(FLAT))
-    steps, committed = 0, dict.fromkeys(sessions, 0)
-    while clock.now < 20.0:
-        batch, wait_s = batching.schedule(sessions, clock.now)
-        assert sum(item.session.guide is not None for item in batch) <= 1
-        ms = 25.0 + 15 * sum(item.session.guide is not None for item in batch) if batch else 1000 * (wait_s or 0.0)
-        clock.now += ms / 1000
-        batching.record(batch, ms)
-        steps += bool(batch)
-        for item in batch:
-            item.session.cache_length += len(item.pending)
-            item.session.commit(Verdict(len(item.session.committed), (7,), 0, TokenKind.PLAIN))
-            item.session.outbox.get_nowait()
-            committed[item.session] += 1
-    light, *slow = committed.values()
-    assert light == steps
-    assert 20_000 / light < 1.25 * 25.0
-    assert min(slow) > 15
-
-
 def prompts_of(tenant: str, count: int, length: int) -> list[VerifySession]:
     engine, params = MockEngine(), SamplingParams(seed=1, max_tokens=9)
     openings = [VerifyOpening(f"{tenant}{i}", 1, (1,) * length, length, params, tenant=tenant) for i in range(count)]
