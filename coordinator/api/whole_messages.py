@@ -101,7 +101,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
             message = reading.result()
         finally:
             reading.cancel()
-            del reading  # in its error's traceback it is a cycle, as gRPC's own iterator: messages would stay in memory
+            del reading  # else an error's traceback and this frame are a cycle, and the message stays in memory
         if message is not grpc.aio.EOF:
             self._budget.take(share, message.ByteSize())
         return message

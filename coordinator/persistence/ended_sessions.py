@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import replace
 
 from coordinator.persistence.redis_connection import StoreDown
@@ -18,9 +17,8 @@ _REMEMBERED = 2_000_000  # tokens, about 80 MB
 class EndedSessions:
     """Records of the calling tenant's sessions: those that ended here recently, and those of all coordinators."""
 
-    def __init__(self, store: Store, forget: Callable[[str], None] = lambda _: None) -> None:
-        """Start empty; `forget` is called with the id of each session that is no longer remembered."""
-        self._store, self._forget = store, forget
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self.recent: OrderedDict[str, SessionRecord] = OrderedDict()
         self._sizes: dict[str, int] = {}  # when they were kept: a record that is resumed grows
 
@@ -32,9 +30,7 @@ class EndedSessions:
         size = 500 + len(record.request.prompt) + len(record.tokens) + 40 * len(record.logprobs)
         self._sizes[record.session_id] = size + len(repr(record.request.params)) // 4
         while sum(self._sizes.values()) > _REMEMBERED:
-            oldest, _ = self.recent.popitem(last=False)
-            del self._sizes[oldest]
-            self._forget(oldest)
+            del self._sizes[self.recent.popitem(last=False)[0]]
 
     async def load(self, session_id: str) -> tuple[SessionRecord, bool]:
         """Claim a session; return its record, and whether it is stored as finished."""

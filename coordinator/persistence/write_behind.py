@@ -48,8 +48,9 @@ class Entry:
 class WriteBehind:
     """Queue of changed sessions and the task that writes them."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, is_kept: Callable[[str], bool]) -> None:
+        """Start empty; without Redis only sessions that are kept wait for it."""
+        self._store, self._is_kept = store, is_kept
         self._dirty: dict[str, Entry] = {}
         self._pause_s = BATCH_S  # before the next batch
 
@@ -60,10 +61,6 @@ class WriteBehind:
 
     def mark_changed(self, entry: Entry) -> None:
         self._dirty[entry.record.session_id] = entry
-
-    def forget(self, session_id: str) -> None:
-        """Drop the changes of a session."""
-        self._dirty.pop(session_id, None)
 
     async def write_first(self, entry: Entry, failed: str = "session started without redis") -> None:
         """Write a session before its id or its end is sent; without an answer in time, log it and write later."""
@@ -94,19 +91,24 @@ class WriteBehind:
         batch = list(self._dirty.values())
         self._pause_s = min(MAX_BATCH_S, max(BATCH_S, len(batch) / SESSIONS_PER_S))
         for start in range(0, len(batch), MAX_CONNECTIONS):
-            await asyncio.gather(*map(self._update, batch[start : start + MAX_CONNECTIONS]))
-            if not self._store.up:
-                return  # thousands of attempts would take seconds of the event loop
+            if not any(await asyncio.gather(*map(self._update, batch[start : start + MAX_CONNECTIONS]))):
+                # Thousands of attempts would take seconds of the event loop.
+                self._dirty = {name: entry for name, entry in self._dirty.items() if self._is_kept(name)}
+                return
 
-    async def _update(self, entry: Entry) -> None:
-        if entry.opening:
-            return  # checked again later: the first write may fail
+    async def _update(self, entry: Entry) -> bool:
+        """Write a session's changes; return False if Redis does not take them."""
+        name, done, answered = entry.record.session_id, False, True
         try:
-            done = entry.current or not await self._write(entry) or entry.current
+            if not entry.opening:  # else checked again later: the first write may fail
+                done = entry.current or not await self._write(entry) or entry.current
         except StoreDown:
-            return
-        if done and self._dirty.get(entry.record.session_id) is entry:
-            self.forget(entry.record.session_id)
+            answered = False
+        if self._dirty.get(name) is entry:
+            del self._dirty[name]
+            if not done:
+                self._dirty[name] = entry  # behind the others
+        return answered
 
     async def _write(self, entry: Entry) -> bool:
         """Write the changes of a session; return False if another coordinator owns it now."""

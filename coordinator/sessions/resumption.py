@@ -63,16 +63,14 @@ def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], tar
     known = len(record.tokens)
     start = position - len(tail)
     both = slice(start, min(known, position))
-    if list(tail[: max(0, known - start)]) != record.tokens[both] or (closed and position > known):
+    if list(tail[: max(0, known - start)]) != record.tokens[both]:
         raise Conflict(f"tail differs from what session {record.session_id} has", field="tail", limit="as streamed")
+    if closed and position > known:
+        raise Conflict.of("from_position", position, f"at most {known}: another client continued the session")
     if start > known:
-        raise Conflict(
-            f"{position - known} tokens before from_position were lost with a coordinator and cannot be drawn again in "
-            f"{mode.name.lower()} mode; send them as tail",
-            field="tail",
-            value=len(tail),
-            limit=f"at least {position - known} tokens",
-        )
+        message = f"{position - known} tokens before from_position were lost with a coordinator and cannot be drawn"
+        message += f" again in {mode.name.lower()} mode; send them as tail"
+        raise Conflict(message, field="tail", value=len(tail), limit=f"at least {position - known} tokens")
     lost = tail[known - start :]
     unknown = len(lost) if record.request.params.logprobs is not None else 0
     record.append(lost, [TokenKind.PLAIN] * len(lost), [None] * unknown)

@@ -64,7 +64,7 @@ class SessionManager:
         self.metrics = CoordinatorMetrics(Mode)
         skipped, ttl_s = self.metrics.record_skipped, settings.session_ttl_s
         self.store = Store(redis_url, self.coordinator_id, ttl_s, fleet.verifiers, skipped)
-        self.write_behind = WriteBehind(self.store)
+        self.write_behind = WriteBehind(self.store, self._is_kept)
         self._pairs = PairHistoryStore(self.store)
         self.worker_pool = WorkerPool(
             fleet,
@@ -95,7 +95,7 @@ class SessionManager:
         self._sessions: dict[str, Session] = {}
         self._claiming: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by session
         self.attached: list[str] = []  # tenants of sessions that engines attached
-        self.ended = EndedSessions(self.store, self._forget)
+        self.ended = EndedSessions(self.store)
         self._keys = IdempotencyKeys(self.store)
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
@@ -165,7 +165,7 @@ class SessionManager:
             known_id = await self._keys.reserve(key, record.session_id, request) if key else record.session_id
         finally:
             if known_id != record.session_id:
-                del self._sessions[record.session_id]
+                self._sessions.pop(record.session_id, None)
                 session.stop(Unavailable("the first request with this idempotency_key failed", retry_after_ms=500))
         if known_id == record.session_id:
             session.start()
@@ -264,6 +264,5 @@ class SessionManager:
             del self._sessions[session_id]
         self.ended.keep(session.record)
 
-    def _forget(self, session_id: str) -> None:
-        if not self.store.up and session_id not in self._sessions:  # else it is about to be written
-            self.write_behind.forget(session_id)
+    def _is_kept(self, session_id: str) -> bool:
+        return session_id in self._sessions or session_id in self.ended.recent

@@ -56,13 +56,9 @@ class Registrations:
     async def update(self, info: WorkerInfo, connection: WorkerConnection) -> None:
         """Record a worker's report; `connection` is the one that its registration stream received."""
         if not same_worker(info, connection.info):
-            raise InvalidRequest(
-                f"this stream reports for {connection.info.worker_id}: identity, role, address and model may not "
-                "change; open another stream for another worker",
-                field="worker",
-                value=info.worker_id,
-                limit="as in the first message",
-            )
+            message = f"this stream reports for {connection.info.worker_id}: identity, role, address and model may not "
+            message += "change; open another stream for another worker"
+            raise InvalidRequest(message, field="worker", value=info.worker_id, limit="as in the first message")
         if self._workers.get(info.worker_id) is not connection:
             raise Unavailable("this worker was removed; register again", retry_after_ms=_AGAIN_MS)
         record_report(connection, info)

@@ -9,5 +9,6 @@ def main() -> None:
     if (handler := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     app = importlib.import_module("outrider.cli.app")
-    signal.signal(signal.SIGINT, handler)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handler)
     app.main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -152,8 +153,8 @@ def check_services(services: Sequence[ServiceSpec]) -> None:
 
 
 def has_gpu() -> bool:
-    """Return whether this machine has a device file of a GPU."""
-    return any(map(os.path.exists, _GPUS))
+    """Return whether this machine has a device file of a GPU, or a driver that makes it at the first use."""
+    return shutil.which("nvidia-smi") is not None or any(map(os.path.exists, _GPUS))
 
 
 def ignored_variable_hints(read: Iterable[object]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -43,7 +44,7 @@ def choose_drafter(text: str, target: str) -> tuple[str, str]:
     kinds = set(kind.split("+"))
     if kinds <= drafter_kinds():
         is_path = model.startswith((".", "/", "~")) or kinds & {"eagle", "medusa"}
-        if model not in ("", DEFAULT) and is_path and not Path(model).expanduser().exists():
+        if model not in ("", DEFAULT) and is_path and not os.path.exists(os.path.expanduser(model)):
             raise StartupError(f"drafter is {text}: there is nothing at {model}", field="drafter", value=text)
         return kind, model
     folder = drafter_folder(text)

@@ -37,8 +37,8 @@ LONGEST: dict[str, int | None] = {
     "regex": None,
     "rows": None,
 }
-# Entries of a list: megabytes are millions. Lists of texts and of messages with texts have the limit OTHER_MOST; the
-# readers of other tokens and of guesses bound those lists.
+# Entries of a list: a megabyte holds a million empty ones. Lists of texts and of messages with texts have the limit
+# OTHER_MOST; the readers of other tokens and of guesses bound those lists.
 MOST = {"eos_token_ids": 256, "rows": 1024, "headers": 16, "ms": 1024, "layers": 16, "specs": 64, "messages": 1000}
 MOST |= {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_IDS, "logit_bias": MAX_LOGIT_BIAS, "tail": 1 << 22}
 OTHER_MOST = 8192  # a part of a vocabulary

@@ -153,7 +153,7 @@ async def abort(context: Call, error: OutriderError) -> NoReturn:
     details = error.message.encode("ascii", "replace").decode()  # gRPC triples other bytes, and headers are small
     try:
         await context.abort(grpc_status(error), details, trailing_metadata=metadata)
-    except grpc.aio.AbortError as kept:  # by gRPC, in a cycle with the call: its traceback has the request
+    except grpc.aio.AbortError as kept:  # gRPC keeps it in a cycle with the call, and its traceback keeps the request
         kept.__context__, forget = None, kept.with_traceback
         if (call := asyncio.current_task()) is not None:
             call.add_done_callback(lambda _: forget(None))

@@ -57,6 +57,8 @@ def served(model: Path, *, name: str = "", cache_dtype: str = "auto", **more: An
         "dtype": torch.float32,
         "max_model_len": 64,
         "hf_overrides": {},
+        "quantization_config": None,
+        "hf_config_path": None,
         "get_vocab_size": lambda: 100,
     }
     return SimpleNamespace(
@@ -79,6 +81,8 @@ def test_arguments_that_change_the_numbers_change_the_identity(model: Path) -> N
         {"cache_dtype": "fp8"},
         {"quantization": "fp8"},
         {"hf_overrides": {"rope_theta": 100.0}},
+        {"quantization_config": {"linear": "int8"}},
+        {"hf_config_path": "elsewhere"},
     ]
     plain, *others = [loading.describe_served(served(model, **each)) for each in ({}, *settings)]
     assert plain.text_digest

@@ -33,7 +33,7 @@ typedef struct {
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
 #define TILE_DOT(sum, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : :)
 #define TILE_DOT_BYTES(sum, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : :)
-#define TILE_DOT_UNSIGNED(sum, a, b) __asm__ volatile("tdpbusd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : :) /* a, that is */
+#define TILE_DOT_UNSIGNED(sum, a, b) __asm__ volatile("tdpbusd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : :) /* a is unsigned */
 
 INLINE void configure_tiles(const TileConfig *config) { __asm__ volatile("ldtilecfg %0" : : "m"(*config)); }
 INLINE void release_tiles(void) { __asm__ volatile("tilerelease" : :); }

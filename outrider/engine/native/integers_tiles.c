@@ -56,7 +56,6 @@ static void round_block(const float *x, int count, Halved *to, Scale *scale) {
 INLINE ivec unpack_line(const int kind, Packed from, int k, const int line) {
     typedef int8_t line_bytes __attribute__((vector_size(64)));
     const int bits = FORMATS[kind].bits, more = bits - 4, pair = k / 2 + 2 * line;
-    if (bits == 8) return from.eight[line];
     ivec even = line ? from.eight[0] >> 8 : from.eight[0], odd = line ? from.eight[0] >> 4 : from.eight[0] << 4;
     ivec four = (even & 0x000f000f) | (odd & 0x0f000f00);
     if (more) four |= above_four(from.high, pair, more) | above_four(from.high, pair + 1, more) << 8;

@@ -21,6 +21,7 @@ FRAGILE_POINTS = (
     ("v1/core/sched/scheduler.py", "def schedule(", "guesses go in before a step is scheduled"),
     ("v1/core/sched/scheduler.py", "self._reserve_prefill_lookahead(", "sessions wait, prompts come in pieces"),
     ("v1/core/sched/scheduler.py", "request.spec_token_ids", "guesses of a request"),
+    ("v1/core/sched/request_queue.py", "def remove_requests(", "planned sessions begin before others"),
     ("v1/core/kv_cache_manager.py", "self.coordinator.find_longest_cache_hit(", "a prefix without states: in part"),
     ("v1/core/sched/scheduler.py", "def get_grammar_bitmask(", "masks are computed during the forward pass"),
     ("v1/core/sched/scheduler.py", "def update_from_output(", "verdicts come out"),

@@ -186,7 +186,8 @@ def _describe(
     ranks = f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size} ranks"
     arithmetic = f"vLLM {installed_version()} on {device}, {ranks}, torch {torch.__version__}"
     changed = "" if (cache := vllm_config.cache_config.cache_dtype) == "auto" else f", {cache} cache"
-    changed += f", {config.hf_overrides}" if config.hf_overrides else ""
+    more = (config.hf_overrides, config.quantization_config, config.hf_config_path)
+    changed += "".join(f", {each}" for each in more if each)
     exact = device == "cpu" and info.dtype == "float32" and not changed
     return replace(
         info,

@@ -19,7 +19,7 @@ class AttachOptions(BaseModel, extra="forbid", frozen=True, hide_input_in_errors
 
     coordinators: str = Field(min_length=1)  # host:port,host:port
     max_wait_ms: float = Field(20.0, ge=0, allow_inf_nan=False)  # that a step waits for guesses
-    api_key: str = Field("", pattern="^(@.+)?$")  # @FILE: vLLM writes its configuration to its log
+    api_key: str = ""  # @FILE
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -33,9 +33,13 @@ class AttachOptions(BaseModel, extra="forbid", frozen=True, hide_input_in_errors
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(("outrider", *map(str, first["loc"])))
-            raise StartupError(f"additional_config: {name}: {first['msg']}, see docs/attach.md") from error
+            names = ", ".join(sorted(cls.model_fields))
+            raise StartupError(f"additional_config: {name}: {first['msg']}. Settings: {names}") from error
         if not options.addresses:
             raise StartupError("additional_config: outrider.coordinators has no host:port")
+        if options.api_key and not options.api_key.startswith("@"):
+            why = "must be @FILE: vLLM writes its configuration to its log"
+            raise StartupError(f"additional_config: outrider.api_key is no file, {why}")
         return options
 
     @property

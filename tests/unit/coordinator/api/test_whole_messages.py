@@ -196,7 +196,7 @@ class Large:
 
 @pytest.mark.parametrize("ended", ["answered", "refused"])
 async def test_a_message_does_not_wait_for_the_collector_of_garbage(ended: str) -> None:
-    """It runs rarely, so that a few dozen large requests had the memory of a machine."""
+    """It runs rarely, so that a few dozen large requests took gigabytes."""
     held: list[weakref.ref[Large]] = []
 
     def decode(_: bytes) -> Large:

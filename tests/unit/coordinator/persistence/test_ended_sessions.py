@@ -131,10 +131,9 @@ def test_large_parameters_count_as_what_is_kept() -> None:
     """A short answer to a request with a grammar and a bias for each token keeps both."""
     grammar, biases = Grammar(regex="a" * MAX_GRAMMAR_BYTES), dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)
     request = SessionRequest((1, 2), SamplingParams(seed=1, logit_bias=biases, grammar=grammar, stop=("x" * 500,) * 16))
-    forgotten: list[str] = []
-    sessions = EndedSessions(cast(Store, None), forgotten.append)
+    sessions = EndedSessions(cast(Store, None))
     for number in range(1_000):
         sessions.keep(SessionRecord(f"large-{number}", request))
     most_bytes = MAX_GRAMMAR_BYTES + 100 * MAX_LOGIT_BIAS + 16 * 500
     assert 50 < len(sessions.recent) < 100_000_000 // most_bytes
-    assert forgotten == [f"large-{number}" for number in range(1_000 - len(sessions.recent))]
+    assert list(sessions.recent) == [f"large-{number}" for number in range(1_000 - len(sessions.recent), 1_000)]

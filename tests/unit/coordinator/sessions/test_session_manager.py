@@ -259,4 +259,6 @@ async def test_without_redis_what_waits_for_it_is_bounded(requests: Requests, mo
         with manager.followed(session):
             session.store()
     assert len(manager.ended.recent) < 20
+    assert manager.write_behind.unwritten == 250
+    await manager.write_behind._write_batch()
     assert manager.write_behind.unwritten == len(manager.ended.recent) + len(running)

@@ -1,4 +1,4 @@
-"""A caller that hangs up while it is written to is nobody's fault, and a call that fails leaves nothing behind."""
+"""A caller that hangs up while it is written to is no error, and a call that fails leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Refusing(grpc.GenericRpcHandler):
 
 
 async def test_a_refused_call_leaves_nothing_to_the_collector_of_garbage() -> None:
-    """Collections are rare: a client that was refused a few dozen times had the memory of a machine."""
+    """Collections are rare: what a client was refused stayed in memory, gigabytes of it."""
     handler = Refusing()
     server = grpc.aio.server(interceptors=[ErrorInterceptor(5.0)])
     server.add_generic_rpc_handlers((handler,))

@@ -44,7 +44,7 @@ def product(
     runs: NativeEngine, rows: QuantizedRows, x: torch.Tensor, function: str = "product_integers"
 ) -> torch.Tensor:
     """`product_integers` uses the instructions of its level, `product` those of the processor."""
-    linear = runs._linear(Linear(torch.empty(OUTPUTS, INPUTS, device="meta"), None, (rows,)), "float32")
+    linear = runs._linear(Linear(torch.empty(OUTPUTS, rows.inputs, device="meta"), None, (rows,)), "float32")
     assert linear.arithmetic == 2
     scratch, found = torch.zeros(1 << 20), torch.zeros(len(x), OUTPUTS)
     step = build.structures().Step(threads=1, tiles=scratch.data_ptr(), exact=function == "exact")
@@ -121,12 +121,12 @@ def test_products_are_near_the_exact_ones_and_have_the_same_bits_at_every_level(
         assert row == 3 or 0 < (near - true).abs().max() < max(bound, 1e-5 * float(true.abs().max()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "inputs"), [*((kind, INPUTS) for kind in KINDS), ("Q4_1", 288), ("Q8_0", 288)])
 @pytest.mark.parametrize("rows", [10, 16, 17, 33, 65, 130])
-def test_tiles_give_many_rows_the_same_bits(kind: str, rows: int) -> None:
-    """Rows in one group of a tile's size, in unequal groups, and in several slices."""
+def test_tiles_give_many_rows_the_same_bits(kind: str, inputs: int, rows: int) -> None:
+    """Rows in one group, in unequal groups and in several slices; blocks in turns that are not full."""
     generator = torch.Generator().manual_seed(rows)
-    weights, x = random_rows(kind, OUTPUTS, INPUTS, generator), torch.randn(rows, INPUTS, generator=generator)
+    weights, x = random_rows(kind, OUTPUTS, inputs, generator), torch.randn(rows, inputs, generator=generator)
     x[1, ::2] = 1  # the largest numbers of their blocks: rounded to 32767
     x[2, ::2] = -1
     x[3, 70] = torch.nan
