@@ -290,6 +290,7 @@ async def test_other_methods(web: httpx.AsyncClient) -> None:
         ('{"prompt": [' + "9" * 30 + "]}", "prompt.0"),
         ('{"prompt": "x", "logit_bias": {"9999999999": 1}}', "logit_bias.9999999999"),
         ('{"prompt": "x", "logit_bias": {"-1": 1}}', "logit_bias.-1"),
+        ('{"prompt": "x", "logit_bias": {"5": -100, "005": 100}}', "logit_bias.005"),
         ('{"prompt": "x", "n": true}', "n"),
         ('{"prompt": "x", "n": "2"}', "n"),
         ('{"prompt": "x", "n": 1.5}', "n"),
