@@ -50,12 +50,13 @@ class Admission:
         self._epochs.record(opening.session_id, opening.epoch)
         if current is not None:
             self.close(current, Fenced(f"session {current.id} was taken over by epoch {opening.epoch}"))
-        if len(self.waiting) >= self._limits.max_waiting and not self._fits(session):
+        self.waiting.append(session)
+        self.admit_waiting()
+        if len(self.waiting) > self._limits.max_waiting:
+            self.waiting.pop()
             message = f"{len(self.running)} sessions run and {len(self.waiting)} wait"
             held, limit = len(self.running) + len(self.waiting), self._limits.max_sessions + self._limits.max_waiting
             raise Overloaded(message, field="sessions", value=held, limit=limit, retry_after_ms=_RETRY_AFTER_MS)
-        self.waiting.append(session)
-        self.admit_waiting()
         return session
 
     def close(self, session: VerifySession, error: OutriderError | None = None) -> None:

@@ -32,7 +32,6 @@ class Limits(Protocol):
     max_message_mib: int
     max_streams: int
     write_timeout_s: float
-    open_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,18 @@ def test_beyond_those_that_run_and_wait_a_session_is_refused() -> None:
     assert refused.value.retry_after_ms
 
 
+def test_small_sessions_behind_a_large_one_count_as_waiting() -> None:
+    """They fit, and yet they wait for their turn: the queue must not grow without end."""
+    admitted, _ = made()
+    running, large = admitted.open(opening("a")), admitted.open(opening("b", max_tokens=140))
+    with pytest.raises(Overloaded, match="1 sessions run and 1 wait"):
+        admitted.open(opening("c"))
+    assert list(admitted.waiting) == [large]
+    admitted.close(running)
+    behind = admitted.open(opening("c"))  # the large one has begun, which leaves its place in the queue
+    assert (list(admitted.running.values()), list(admitted.waiting)) == ([large], [behind])
+
+
 def test_one_that_never_fits_is_told_what_would() -> None:
     admitted, _ = made()
     with pytest.raises(InvalidRequest, match="at most 149") as refused:
