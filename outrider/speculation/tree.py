@@ -106,7 +106,7 @@ class GuessTree:
         if guess.position != after:
             raise InvalidRequest.of("guess.position", guess.position, f"{after}, one past its parent")
         if not guess.tokens:
-            self.passed_at = max(self.passed_at, guess.position)
+            self.passed_at = max(self.passed_at, min(guess.position, len(self._committed)))  # until the next commit
             return 0
         before = self._size
         start: Place | None = (parent, after)

@@ -151,6 +151,16 @@ def test_a_pass_is_noted() -> None:
     assert tree.passed_at == 2
 
 
+def test_a_pass_behind_open_guesses_holds_until_the_next_commit_only() -> None:
+    committed = [1, 2]
+    tree = tree_over(committed)
+    tree.add(chain(2, 1, 5, 6, 7))
+    tree.add(Guess(5, 0, 3, ()))
+    assert tree.passed_at == len(committed)
+    commit(tree, committed, 5, 9)
+    assert tree.passed_at < len(committed), "the drafter may guess again"
+
+
 @pytest.mark.parametrize(
     ("guess", "field_name"),
     [
