@@ -41,7 +41,7 @@ class Admission:
     def open(self, opening: VerifyOpening, guide: GrammarMatcher | None = None) -> VerifySession:
         """Admit a session or queue it; raise if its epoch is old, it can never fit, or the queue is full."""
         current = next((session for session in self.sessions() if session.id == opening.session_id), None)
-        known = self._epochs.latest(opening.session_id, is_open=current is not None)
+        known = self._epochs.latest(opening.session_id) if current is None else current.epoch
         if opening.epoch < known:
             message = f"session {opening.session_id} is at epoch {known}"
             raise Fenced(message, field="open.epoch", value=opening.epoch, limit=f"at least {known}")
@@ -110,10 +110,10 @@ class _EpochMemory:
     def __init__(self) -> None:
         self._epochs: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
-    def latest(self, session_id: str, *, is_open: bool) -> int:
+    def latest(self, session_id: str) -> int:
         """Return the latest epoch of a session; −1 if it is unknown or has expired."""
         epoch, opened_at = self._epochs.get(session_id, (-1, 0.0))
-        return epoch if is_open or time.monotonic() - opened_at < EPOCH_KEPT_S else -1
+        return epoch if time.monotonic() - opened_at < EPOCH_KEPT_S else -1
 
     def record(self, session_id: str, epoch: int) -> None:
         self._epochs[session_id] = epoch, time.monotonic()

@@ -152,3 +152,15 @@ def test_epochs_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Fenced):
         admitted.open(opening("b", epoch=6))
     assert admitted.open(opening("a", epoch=6)), "the oldest is forgotten"
+
+
+def test_an_open_session_is_fenced_however_many_came_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a coordinator that lost it long ago would take it from the one that continues it."""
+    monkeypatch.setattr(admission, "_REMEMBERED_EPOCHS", 3)
+    admitted, _ = made()
+    held = admitted.open(opening("held", epoch=9))
+    for name in "abcd":
+        admitted.close(admitted.open(opening(name)))
+    with pytest.raises(Fenced, match="at epoch 9"):
+        admitted.open(opening("held", epoch=8))
+    assert not held.closed
