@@ -196,7 +196,7 @@ class VerifySteering(google.protobuf.message.Message):
     paying_nodes: builtins.int
     """unless 0, in place of nodes: at most so many, as far as they pay for the time that they add to a shared step"""
     plain_steps: builtins.int
-    """steps without guesses whose tokens may come in one verdict, at most 64; absent or 0: 1"""
+    """steps without guesses whose tokens may come in one verdict, at most 64; 0 is 1, as at first"""
     @property
     def states(self) -> outrider.v1.common_pb2.StateSpecs:
         """send these states with the next verdicts, beside those of hidden_states"""
