@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import grpc
-import structlog
 
 from drafter.grammar import GrammarCursor, TargetGrammars
 from drafter.hidden_states.declaration import StateDeclaration
@@ -26,8 +25,6 @@ from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.direct import VerifierBeside
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc as rpc
-
-log = structlog.get_logger(__name__)
 
 
 class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
-import structlog
 
 from outrider.base.aio import Call, background, first_message
 from outrider.base.config import KV_TOKENS
@@ -34,8 +33,6 @@ from verifier.limits import SchedulerLimits
 from verifier.loop import VerificationLoop
 from verifier.session import Ended, Rejection, VerifyOpening, VerifySession
 from verifier.target import VerifyTarget
-
-log = structlog.get_logger(__name__)
 
 PEER_CLOSE_TIMEOUT_S = 30.0  # a busy peer may be seconds late in reading its replies
 _FILE_CHUNK = 1024 * 1024

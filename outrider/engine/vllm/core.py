@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
 import torch
 
 from outrider.engine.vllm.compatibility import check_installed
 from outrider.engine.vllm.messages import EXTRA, LAYERS, Opening, Plan
 from outrider.protocol.errors import StartupError
-
-log = structlog.get_logger(__name__)
 
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core runs in this process
