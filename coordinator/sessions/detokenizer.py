@@ -29,6 +29,10 @@ class Detokeniser:
     def add(self, token: int) -> str:
         self._window.append(token)
         text = self._decode(self._window)
+        self._length = min(self._length, len(text))  # bytes of the prompt have become one character
+        before = self._decode(self._window[:-1]) if len(self._window) > self._emitted + 1 else ""
+        begun = before if text.startswith(before) and not text.endswith(_BROKEN) else before.rstrip(_BROKEN)
+        self.held = max(0, len(begun) - self._length)  # characters of tokens before this one that were held back
         if len(text) > self._length and not text.endswith(_BROKEN):
             return self._advance(len(self._window), text)
         if len(self._window) - self._emitted > _MAX_INCOMPLETE:
@@ -65,12 +69,12 @@ class TextStream:
 
     def __init__(self, decode: Decode, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._decode = decode
-        self._detokeniser = Detokeniser(decode, prompt)
+        self.detokeniser = Detokeniser(decode, prompt)
         self._stops = stops
         self.pending = ""
 
     def add(self, token: int) -> TextPiece:
-        text = self._detokeniser.add(token)
+        text = self.detokeniser.add(token)
         if self.pending and not text and not self._decode((token,)):  # a special token, which may be a mark
             text, self.pending = self.pending, ""
             return TextPiece(text)
@@ -78,11 +82,9 @@ class TextStream:
 
     def end(self) -> TextPiece:
         """Return the remaining text of an output that no stop string has ended."""
-        piece = self._release(self._detokeniser.rest())
-        if piece.stop:
-            return piece
+        piece = self._release(self.detokeniser.rest())
         text, self.pending = piece.text + self.pending, ""
-        return TextPiece(text)
+        return TextPiece(text, piece.stop)
 
     def _release(self, new: str) -> TextPiece:
         text = self.pending + new
@@ -91,12 +93,11 @@ class TextStream:
             at, stop = min(found)
             self.pending = ""
             return TextPiece(text[:at], stop)
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self.pending = text[len(text) - keep :]
         return TextPiece(text[: len(text) - keep])
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that starts `stop`."""
-    lengths = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(stop[:length])), 0)
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

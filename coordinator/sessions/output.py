@@ -20,7 +20,7 @@ class Token(NamedTuple):
     kind: TokenKind
     text: str
     logprobs: TokenLogprobs | None
-    held: int = 0  # characters of tokens before it that a stop string could begin with, so that they come with it
+    held: int = 0  # characters of tokens before it that were held back, so that they come with it
 
 
 class SessionOutput:
@@ -41,7 +41,7 @@ class SessionOutput:
         before = len(self.tokens)
         for token, kind, entry in zip(tokens, kinds, logprobs or repeat(None), strict=False):
             held, piece = len(self._text.pending), self._text.add(token)
-            self.tokens.append(Token(token, kind, piece.text, entry, held))
+            self.tokens.append(Token(token, kind, piece.text, entry, held + self._text.detokeniser.held))
             if piece.stop:
                 self.rest = TextPiece("", piece.stop)
                 break

@@ -127,11 +127,10 @@ class CompletionReplies(Replies[CompletionBody]):
         """Return the log probabilities; `offset` is the number of characters before these tokens."""
         if self._body.logprobs is None or not tokens:
             return None
-        known = [token.logprobs for token in tokens]
         starts = accumulate((len(token.text) for token in tokens[:-1]), initial=offset)
         return {
             "tokens": [self._readable(token.token) for token in tokens],
-            "token_logprobs": [None if one is None else finite(one.logprob) for one in known],
+            "token_logprobs": [None if it.logprobs is None else finite(it.logprobs.logprob) for it in tokens],
             "top_logprobs": [None if it.logprobs is None else self._best(it.token, it.logprobs) for it in tokens],
             "text_offset": [start + token.held for start, token in zip(starts, tokens, strict=True)],
         }

@@ -11,6 +11,7 @@ from enum import Enum, auto
 
 from coordinator.api.http.agents.dialects import THINK, THOUGHT, Manner
 from coordinator.api.http.agents.formats import call_starts
+from coordinator.sessions.detokenizer import overlap
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -142,7 +143,7 @@ class AnswerParser:
             self._emit(kind, self._text[:at])
             self._text, self._opened, self._state = self._text[at + len(mark) :], mark, then
             return True
-        keep = 0 if self._ended else _overlap(self._text, mark)
+        keep = 0 if self._ended else overlap(self._text, mark)
         self._emit(kind, self._text[: len(self._text) - keep])
         self._text = self._text[len(self._text) - keep :]
         return False
@@ -276,8 +277,3 @@ class _CallScanner:
             given = json.loads(given) if isinstance(given, str) else given
             if isinstance(given, dict) and call.get("name") in self._names:
                 self.named, self.arguments = call["name"], json.dumps(given, ensure_ascii=False)
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that begins `mark`."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

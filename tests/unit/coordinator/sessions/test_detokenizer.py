@@ -172,6 +172,17 @@ def test_a_prompt_that_ends_inside_a_character_is_continued() -> None:
     assert "".join(detokenised([*ids("caf"), first], rest)).endswith("!")
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("inside", range(1, 8))
+def test_what_follows_a_prompt_that_ends_inside_a_character_is_whole(kind: str, inside: int) -> None:
+    """Of bytes that have become characters there are fewer than of broken ones: output was lost for them."""
+    made = TOKENIZERS[kind]()
+    tokens = made.encode("the 👩👩 of the", add_special_tokens=False)
+    after = made.encode(" of the", add_special_tokens=False)
+    split = max(0, len(tokens) - len(after) - inside)
+    assert "".join(detokenised(tokens[:split], tokens[split:], decoding(made))).endswith(" of the")
+
+
 # --- stop strings ----------------------------------------------------------------------------------------------------
 
 

@@ -52,10 +52,12 @@ def request(prompt: tuple[int, ...]) -> SessionRequest:
     return SessionRequest(prompt, SamplingParams(logprobs=0, seed=1))
 
 
-async def replied(target: Target, body: CompletionBody, prompts: Any = None) -> list[tuple[str, list[int]]]:
+async def replied(
+    target: Target, body: CompletionBody, prompts: Any = None, answer: Sequence[int] = ()
+) -> list[tuple[str, list[int]]]:
     """Return the text and the offsets of each choice, which are the same whole and in chunks."""
     answered = [target.encode(each) if isinstance(each, str) else tuple(each) for each in body.prompts]
-    answer = target.encode(ANSWER)
+    answer = answer or target.encode(ANSWER)
     sessions = [session(target, prompt, answer, body.stops) for prompt in answered for _ in range(body.choices)]
 
     @contextlib.asynccontextmanager
@@ -150,3 +152,16 @@ async def test_special_tokens_that_the_text_does_not_have_take_no_room(
     (text, offsets), _ = await replied(target, body, await prompts_of(target, body, monkeypatch))
     assert text == "AB" + ANSWER
     assert offsets[:4] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("stops", [[], ["x!"]])
+async def test_offsets_are_those_of_the_tokens_though_a_character_is_incomplete(
+    target: Target, stops: list[str]
+) -> None:
+    """Its text comes with that of the next token, which begins after it."""
+    stray = target.encode("é")[0]
+    answer = [*target.encode("a"), stray, *target.encode("x"), *target.encode("€b"), stray, *target.encode("c")]
+    body = CompletionBody.model_validate({"prompt": ["One", "Two"], "logprobs": 0, "stop": stops})
+    (text, offsets), _ = await replied(target, body, answer=answer)
+    assert text == "a\N{REPLACEMENT CHARACTER}x€b\N{REPLACEMENT CHARACTER}c"
+    assert offsets == [0, 1, 2, 3, 3, 3, 4, 5, 6], "bytes of one character begin where it begins"
