@@ -33,7 +33,8 @@ async def echoed_prompts(
     if not body.echo or body.logprobs is None:
         return {}
     distinct = {request.prompt: request for request in requests}
-    sent = dict(zip((each.prompt for each in requests[:: body.choices]), map(str, body.prompts), strict=True))
+    given = zip(requests[:: body.choices], body.prompts, strict=True)
+    sent = {it.prompt: text if isinstance(text, str) else target.decode(it.prompt) for it, text in given}
     runs = sum(len([*_runs(prompt, target.info.eos_token_ids)]) for prompt in distinct)
     if runs > (most := len(distinct) + _MORE_RUNS):
         with admission(sessions.metrics):
@@ -63,8 +64,10 @@ async def _write(sessions: SessionManager, request: SessionRequest, sent: str, t
     at, added = 0, target.tokenizer.added_tokens_decoder
     for index, token in enumerate(tokens):  # special ones have no text in answers, but may have it in what was sent
         mark = getattr(added.get(token.token), "content", "")
-        tokens[index] = token._replace(text=token.text or mark * sent.startswith(mark, at))
-        at += len(tokens[index].text)
+        text = token.text or mark * sent.startswith(mark, at)
+        tokens[index] = token._replace(text=sent[at : at + len(text)])
+        at += len(text)
+    tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + sent[at:])  # the tokenizer may have changed what was sent
     return tokens
 
 

@@ -165,3 +165,19 @@ async def test_offsets_are_those_of_the_tokens_though_a_character_is_incomplete(
     (text, offsets), _ = await replied(target, body, answer=answer)
     assert text == "a\N{REPLACEMENT CHARACTER}x€b\N{REPLACEMENT CHARACTER}c"
     assert offsets == [0, 1, 2, 3, 3, 3, 4, 5, 6], "bytes of one character begin where it begins"
+
+
+async def test_offsets_of_an_answer_fit_the_echo_of_a_text_that_the_tokenizer_changes(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as Qwen's, which composes characters: whole answers and streams told different ones."""
+    from tokenizers import normalizers
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    composing = replace(target, tokenizer=tokenizer, vocabulary=Vocabulary.of(tokenizer))
+    prompt = "Cafe\N{COMBINING ACUTE ACCENT}"
+    body = CompletionBody.model_validate({"prompt": [prompt, "Two"], "echo": True, "logprobs": 0})
+    (text, offsets), _ = await replied(composing, body, await prompts_of(composing, body, monkeypatch))
+    assert text == prompt + ANSWER
+    assert offsets[-len(ANSWER) :] == [text.index(ANSWER) + at for at in range(len(ANSWER))]
