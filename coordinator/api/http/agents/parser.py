@@ -202,7 +202,6 @@ class AnswerParser:
 
     def _say(self, text: str) -> None:
         kind = PartKind.REASONING if self._state is _State.REASONING else PartKind.CONTENT
-        self._text = ""
         self._emit(kind, text)
 
     def _emit(self, kind: PartKind, text: str) -> None:

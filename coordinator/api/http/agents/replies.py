@@ -40,10 +40,11 @@ def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) ->
     manner = manner_of(target, settings.tool_parser, body)
     tools = (body.tools or ()) if body.calls_required is not None else ()
     request = input_of(body, chat=chat_of(body, tools, manner))
-    grammar = _grammar(body, manner, target, request.params.grammar)
-    request = replace(request, params=replace(request.params, grammar=grammar))
-    thinks = manner.thinks and body.add_generation_prompt and (body.calls_required is not None or grammar is None)
-    return request, replace(manner, thinks=thinks, thinking=thinks and manner.thinking)
+    answer = request.params.grammar
+    thinks = manner.thinks and body.add_generation_prompt and (body.calls_required is not None or answer is None)
+    manner = replace(manner, thinks=thinks, thinking=thinks and manner.thinking)
+    grammar = _grammar(body, manner, target, answer)
+    return replace(request, params=replace(request.params, grammar=grammar)), manner
 
 
 @contextlib.contextmanager

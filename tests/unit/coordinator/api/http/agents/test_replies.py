@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.dialects import HERMES, Manner
-from coordinator.api.http.agents.parser import PartKind
+from coordinator.api.http.agents.parser import AnswerParser, PartKind
 from coordinator.api.http.agents.replies import AnswerReader, chat_input
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.output import SessionOutput
@@ -20,6 +20,7 @@ from coordinator.workers.target import Target
 from outrider.protocol.speculation import TokenKind
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.toy_models import byte_tokenizer
+from tests.unit.coordinator.api.http.agents.test_tool_grammar import DIALECTS, target_of
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -110,6 +111,23 @@ def test_an_answer_is_content_where_the_request_asks_for_no_thoughts(more: dict[
     target.tokenizer.chat_template = THINKS
     _, manner = chat_input(chat(**more), target, cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto")))
     assert read(target, manner, "Paris.") == {kind: "Paris."}
+
+
+@pytest.mark.parametrize("form", DIALECTS)
+@pytest.mark.parametrize("continued", [True, False])
+def test_what_the_grammar_constrains_as_a_call_is_read_as_one(continued: bool, form: str) -> None:
+    """An answer that continues a message has no thoughts, and calls begin the answer in some dialects."""
+    target, settings = target_of(tokens=False), SimpleNamespace(tool_parser=DIALECTS[form].name)
+    target.tokenizer.chat_template = THINKS.replace("<think>{% endif %}{% endif %}", "{% endif %}{% endif %}")
+    body = chat(tools=TOOLS, add_generation_prompt=not continued, continue_final_message=continued)
+    request, manner = chat_input(body, target, cast(CoordinatorSettings, settings))
+    good, bad = ("<think>Hm.</think>" + manner.dialect.write("f", given) for given in ({}, {"a": 1}))
+    grammar = target.grammars.compile(request.params)
+    allowed = [grammar.count_allowed(tokens) == len(tokens) for tokens in map(list, map(target.encode, (good, bad)))]
+    parser = AnswerParser(manner, ["f"])
+    kinds = [part.kind for part in parser.feed(good) + parser.end()]
+    assert allowed == [True, PartKind.CALL not in kinds]
+    assert (PartKind.REASONING in kinds) is not continued
 
 
 @pytest.mark.parametrize("whole", [True, False])
