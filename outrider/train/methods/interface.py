@@ -139,7 +139,7 @@ def accepted_lengths(correct: Sequence[torch.Tensor], written: torch.Tensor) -> 
     for k, made in enumerate(correct):
         moved = made & written
         if k:
-            moved = torch.cat([moved[:, k:], moved.new_zeros(len(moved), k)], dim=1)
+            moved = nn.functional.pad(moved[:, k:], (0, min(k, moved.shape[1])))
         accepted = accepted & moved
         lengths = lengths + accepted.int()
     return lengths

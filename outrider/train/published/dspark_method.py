@@ -71,7 +71,7 @@ class DsparkMethod(TrainedCheckpoint):
             logits, _, at = self._guesses(batch, anchors)
             found = self.module.ids[logits.argmax(dim=-1)] == _rows(true, at)
             for place, made in enumerate(right):
-                width = min(anchors.shape[1], places - first - place)
+                width = max(0, min(anchors.shape[1], places - first - place))
                 made[:, first + place : first + place + width] = found[:, :width, place]
         return accepted_lengths(list(right), batch.written)
 

@@ -24,7 +24,7 @@ def measured(batch: Batch, right: torch.Tensor) -> dict[str, Any]:
     return acceptance(torch.stack([accepted_lengths([right] * GAMMA, batch.written), batch.room]), GAMMA)
 
 
-@pytest.mark.parametrize("sizes", [[(5, 3)], [(5, 9)], [(3, 4), (6, 12)]])
+@pytest.mark.parametrize("sizes", [[(5, 3)], [(5, 9)], [(3, 4), (6, 12)], [(2, 2)]])
 def test_a_drafter_that_is_always_right_loses_nothing_at_the_end_of_a_text(sizes: list[tuple[int, int]]) -> None:
     batch = batch_of(*sizes)
     longest = min(GAMMA, max(written for _, written in sizes))

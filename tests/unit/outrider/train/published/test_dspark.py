@@ -200,6 +200,24 @@ def test_each_place_is_held_to_the_distribution_after_the_token_before_it(order:
     assert lengths.tolist() == [-1, -1, *[BLOCK] * (PLACES - 7), 3, 2, 1]
 
 
+@torch.no_grad()
+@torch.autocast("cpu", torch.bfloat16)  # as in the loop
+@pytest.mark.parametrize("places", [2, 5, 64 + 4, 64 + 7])
+def test_a_held_out_text_may_end_within_a_block(order: TrainingOrder, places: int) -> None:
+    target = LlamaForCausalLM.from_pretrained(order.target)
+    weights = EmbeddingsAndHead.of(target)
+    torch.manual_seed(1)
+    tokens, final = torch.randint(VOCAB, (places + 2,)), torch.randn(places + 1, 64).half()
+    example = Example(tokens, 1, final, torch.randn(places + 1, 128).bfloat16())
+    method = DsparkMethod(TrainingInputs(target, weights, torch.arange(VOCAB), [example]), layers=1, block=7)
+    knowing = Knowing(method.module.shape, method.module.ids, weights)
+    knowing.load_state_dict(method.module.state_dict())
+    knowing.states_after = final.float()
+    method.module = knowing
+    lengths = method.evaluate(collate([example], places, torch.device("cpu")))[0]
+    assert lengths.tolist() == [min(7, room) for room in range(places, 0, -1)]
+
+
 @pytest.mark.parametrize("markov", MARKOV_HEADS)
 def test_every_weight_learns_and_unknown_positions_change_nothing(markov: str) -> None:
     module, _ = random_module(replace(SHAPE, markov=markov), 64)
