@@ -27,8 +27,7 @@ def best_linear(examples: Sequence[Example], embeddings: torch.Tensor, ahead: in
     It is fitted at positions that the target generated. The second result is the root mean square of the state.
     # [hidden, 2 · hidden]
     """
-    inputs, wanted = [], []
-    count = 0
+    inputs, wanted, count = [], [], 0
     for example in examples:
         first, last = max(0, example.prompt_length - 2), len(example.hidden_states) - ahead
         if last <= first:

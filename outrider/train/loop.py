@@ -86,8 +86,7 @@ class Training:
         """Train on all tokens, and return the acceptance on held-out texts. It is measured `measurements` times."""
         self._resume()
         losses: deque[float] = deque(maxlen=_REPORTED_STEPS)
-        held_out = self.measure()
-        measured_at = self.tokens
+        held_out, measured_at = self.measure(), self.tokens
         saved = time.monotonic()
         for batch in self._batches():
             if self.tokens >= self._plan.tokens:
@@ -151,8 +150,7 @@ class Training:
 
     def _batches(self) -> Iterator[Batch]:
         """Yield batches without end. Interruptions do not change them."""
-        step = 0
-        epoch = 0
+        step = epoch = 0
         while True:
             for group in self._groups(epoch):
                 if step >= self.step:

@@ -111,7 +111,7 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     identity = {"method": order.method, "shape": method.shape, "recipe": asdict(recipe), "unroll": order.unroll}
     identity |= {"start": order.start, "vocabulary": order.num_ids}
     plan = loop.TrainingPlan(tokens=order.learn_tokens, learning_rate=order.learning_rate, seed=order.seed)
-    training = loop.Training(method, examples, _by_kind(held_out, held_out_examples), plan, order.out, identity, device)
+    training = loop.Training(method, examples, held_out_examples, plan, order.out, identity, device)
     metrics = training.run(watcher.on_step)
     card = Card(
         method=order.method,
@@ -159,8 +159,8 @@ def _prompts(file: Path | None) -> tuple[list[TrainingPrompt], list[TrainingProm
 
 def _data(
     order: TrainingOrder, prompts: Sequence[TrainingPrompt], held_out: Sequence[TrainingPrompt], watcher: Watcher
-) -> tuple[ModelInfo, DataRecipe, list[Example], list[Example]]:
-    """Return the target's description, the recipe, and the examples. The target is loaded only for this."""
+) -> tuple[ModelInfo, DataRecipe, list[Example], dict[str, list[Example]]]:
+    """Return the target's description, the recipe, the examples, and the held-out ones by kind. Only this loads it."""
     options = EngineOptions(device=order.device, prefix_tokens=0)
     target = load_model(order.target, options, watcher.on_status)
     info = target.engine.info
@@ -173,8 +173,9 @@ def _data(
         return dataset
 
     tests = written("held out", held_out, len(held_out), temperatures=(0.0,))  # first: few texts show a wrong prompt
+    kinds = _by_kind(held_out, list(tests.examples()))
     learnt = written("for training", prompts, order.num_examples or len(prompts))
-    return info, learnt.recipe, list(learnt.examples()), list(tests.examples())
+    return info, learnt.recipe, list(learnt.examples()), kinds
 
 
 def _method(
@@ -224,6 +225,8 @@ def _by_kind(prompts: Sequence[TrainingPrompt], examples: Sequence[Example]) -> 
     for prompt, example in zip(prompts, examples, strict=True):
         if len(example.tokens) - example.prompt_length > 1:
             kinds.setdefault(prompt.kind, []).append(example)
+    if not kinds:
+        raise InvalidRequest.of("prompts", f"{len(prompts)} held-out ones", "one whose answer has two tokens or more")
     return kinds
 
 

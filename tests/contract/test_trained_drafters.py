@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,18 @@ def test_a_held_out_prompt_that_is_too_long_is_told_before_the_others_are_answer
     with pytest.raises(InvalidRequest, match="tokens in a prompt"):
         run.train(replace(order, out=tmp_path / "out", prompts=file, data_home=tmp_path / "data"), Watched())
     assert not list((tmp_path / "data").rglob("*.safetensors"))
+
+
+def test_a_target_that_answers_no_held_out_prompt_is_told_before_the_others_are_answered(
+    order: TrainingOrder, tmp_path: Path
+) -> None:
+    target = Path(shutil.copytree(order.target, tmp_path / "target"))
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((target / name).read_text())
+        (target / name).write_text(json.dumps(config | {"eos_token_id": list(range(config.get("vocab_size", 257)))}))
+    with pytest.raises(InvalidRequest, match="held-out ones, must be one whose answer has two tokens or more"):
+        run.train(replace(order, target=str(target), out=tmp_path / "out", data_home=tmp_path / "data"), Watched())
+    assert len(list((tmp_path / "data").rglob("*.safetensors"))) == 1
 
 
 def test_a_distilled_drafter_learns_every_id_that_it_is_served_with(made: dict[str, Made]) -> None:
