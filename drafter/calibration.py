@@ -29,8 +29,8 @@ class Calibration:
 
     def record_outcome(self, siblings: int, accepted: int | None) -> None:
         """Record which of the sibling guesses was accepted, by rank; None if none was."""
-        for rank, rate in enumerate(self._accepted[:siblings]):
-            rate.add(float(accepted == rank))
+        for rank in range(siblings):
+            self._accepted[min(rank, _RANKS - 1)].add(float(accepted == rank))
 
     def score(self, rank: int, logprob: float) -> float:
         """Return the calibrated log-probability of a guess that the drafter gives `logprob`."""

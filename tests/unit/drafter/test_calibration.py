@@ -37,6 +37,19 @@ def test_a_likelier_guess_stays_the_likelier_one() -> None:
     assert calibration.score(0, math.log(0.2)) < calibration.score(0, math.log(0.5)) < math.log(1.0)
 
 
+@pytest.mark.parametrize("rank", range(8))
+def test_a_drafter_that_is_right_about_many_siblings_is_believed(rank: int) -> None:
+    percents = (40, 20, 10, 8, 6, 5, 4, 3)
+    outcomes = [rank for rank, percent in enumerate(percents) for _ in range(percent)] + [None] * 4
+    calibration = Calibration()
+    for number in range(2000):
+        for other, percent in enumerate(percents):
+            calibration.record_proposed(other, math.log(percent / 100))
+        calibration.record_outcome(len(percents), outcomes[number * 37 % 100])
+    share = percents[rank] / 100
+    assert math.exp(calibration.score(rank, math.log(share))) == pytest.approx(share, rel=0.2)
+
+
 def test_nothing_is_made_certain() -> None:
     assert shown(0.1, 1.0).score(0, math.log(0.9)) < 0.0
 
