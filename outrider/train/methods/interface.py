@@ -137,9 +137,7 @@ def accepted_lengths(correct: Sequence[torch.Tensor], written: torch.Tensor) -> 
     lengths = torch.where(written, 0, -1)
     accepted = written
     for k, made in enumerate(correct):
-        moved = made & written
-        if k:
-            moved = nn.functional.pad(moved[:, k:], (0, min(k, moved.shape[1])))
+        moved = nn.functional.pad((made & written)[:, k:], (0, min(k, written.shape[1])))
         accepted = accepted & moved
         lengths = lengths + accepted.int()
     return lengths

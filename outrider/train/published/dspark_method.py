@@ -8,10 +8,8 @@ from itertools import islice
 import torch
 from torch.nn import functional
 
-from outrider.protocol.errors import StartupError
 from outrider.train.data import Example
 from outrider.train.methods.interface import Batch, TrainingInputs, accepted_lengths, greedy_targets
-from outrider.train.methods.published_markov import MARKOV_HEADS
 from outrider.train.published.checkpoint import TrainedCheckpoint
 from outrider.train.published.dspark import Dspark, DsparkShape
 
@@ -28,10 +26,6 @@ class DsparkMethod(TrainedCheckpoint):
     module: Dspark
 
     def __init__(self, inputs: TrainingInputs, *, layers: int, block: int, markov: str = "vanilla") -> None:
-        if block < 2:
-            raise StartupError.of("heads", block, "at least 2 for dspark")
-        if markov not in MARKOV_HEADS:
-            raise StartupError.of("markov", markov, f"one of {', '.join(MARKOV_HEADS)}")
         hidden, vocab = inputs.target_weights.hidden, len(inputs.target_weights.embeddings)
         used = {int(token) for example in inputs.examples for token in example.tokens}
         shape = DsparkShape(

@@ -154,8 +154,10 @@ def test_the_command_writes_what_is_served(markov: str, order: TrainingOrder) ->
 
 
 def test_a_block_of_one_is_refused(order: TrainingOrder) -> None:
+    data = order.data_home.with_name("never")
     with pytest.raises(StartupError, match="heads"):
-        run.train(replace(order, out=order.out.with_name("one"), heads=1), Watching())
+        run.train(replace(order, out=order.out.with_name("one"), data_home=data, heads=1), Watching())
+    assert not data.exists(), "it is told before texts are generated"
 
 
 def test_an_unknown_markov_head_is_refused(order: TrainingOrder) -> None:
