@@ -25,21 +25,24 @@ LEGEND = Text.assemble(("accepted", "green"), " ", ("recovered", "red"), " ", ("
 
 
 def show_tokens(console: Console, tokens: Tokens, *, colour: bool) -> None:
-    """Print a chunk of text, with `colour` coloured by kind of token."""
-    text: Text | str = coloured(tokens, console) if colour else escaped(tokens.text, console)
-    console.print(text, end="", soft_wrap=True, markup=False, highlight=False)
+    """Print a chunk of text, with `colour` coloured by kind of token on a terminal."""
+    if colour and console.is_terminal:
+        console.print(coloured(tokens), end="", soft_wrap=True)
+    else:
+        show_text(console, tokens.text)
 
 
-def escaped(text: str, console: Console) -> str:
-    """Return text with control characters escaped for a terminal; piped output stays unchanged."""
-    return printable(text) if console.is_terminal else text
+def show_text(console: Console, text: str) -> None:
+    """Write text, escaped for a terminal. `Console.print` would replace tabs and `:100:`, and drop returns."""
+    console.file.write(printable(text) if console.is_terminal else text)
+    console.file.flush()
 
 
-def coloured(tokens: Tokens, console: Console) -> Text:
+def coloured(tokens: Tokens) -> Text:
     text = Text()
     start = 0
     for kind, count in zip(tokens.kinds, tokens.characters, strict=True):
-        text.append(escaped(tokens.text[start : start + count], console), STYLES[kind])
+        text.append(printable(tokens.text[start : start + count]), STYLES[kind])
         start += count
     return text
 

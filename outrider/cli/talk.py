@@ -14,7 +14,7 @@ from rich.text import Text
 
 from outrider.base.config import option
 from outrider.cli import options
-from outrider.cli.show import LEGEND, as_json, escaped, explanation, show_tokens, summary
+from outrider.cli.show import LEGEND, as_json, explanation, show_text, show_tokens, summary
 from outrider.client.sync import DEFAULT_ENDPOINT, Client, Finished, Tokens
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.printable import printable
@@ -99,6 +99,7 @@ def chat(
     params = options.sampling(context.params)
     opening = [("system", system)] if system else []
     history = list(opening)
+    request = {"params": params, "gamma": 0 if plain else gamma, "drafter": drafter, "model": model}
     with contextlib.suppress(ImportError):  # edits lines; without it a terminal cuts them off after 4095 bytes
         importlib.import_module("readline")
     with options.connect(context.params) as client:
@@ -110,10 +111,8 @@ def chat(
             if not line:
                 continue
             history.append(("user", line))
-            request = {"chat": history, "params": params, "gamma": 0 if plain else gamma, "drafter": drafter}
-            request["model"] = model
             try:
-                history.append(("assistant", _stream(client, request, colour=show_guesses)))
+                history.append(("assistant", _stream(client, request | {"chat": history}, colour=show_guesses)))
             except OutriderError as error:  # the conversation goes on without this line
                 history.pop()
                 typer.echo(f"outrider: {error.message}", err=True)
@@ -142,7 +141,7 @@ def _stream(client: Client, request: dict[str, Any], *, colour: bool, explain: b
                 show_tokens(out, reply, colour=colour)
             elif isinstance(reply, Finished):
                 parts.append(reply.text)
-                out.print(escaped(reply.text, out), markup=False, soft_wrap=True)
+                show_text(out, f"{reply.text}\n")
                 notes.print(summary(reply.stats, reply), style="dim")
                 if explain:
                     notes.print(explanation(reply.stats))

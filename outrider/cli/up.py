@@ -17,7 +17,7 @@ from rich.table import Table
 from outrider.base.config import option, redis_url
 from outrider.base.processes import end_on_signals
 from outrider.cli import options
-from outrider.cli.show import LEGEND, show_tokens, summary
+from outrider.cli.show import LEGEND, show_text, show_tokens, summary
 from outrider.client.events import collect
 from outrider.client.sync import Client, Generation, Reply, Tokens
 from outrider.launch import options as launch_options
@@ -226,7 +226,7 @@ def _run(console: Console, client: Client, prompt: str, params: SamplingParams, 
         if isinstance(reply, Tokens):
             show_tokens(console, reply, colour=True)
     generation = collect(replies)
-    console.print(generation.finished.text, markup=False)
+    show_text(console, f"{generation.finished.text}\n")
     console.print(summary(generation.finished.stats, generation.finished), style="dim")
     return generation
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from outrider.cli.show import show_tokens
+from outrider.cli.show import show_text, show_tokens
 from outrider.client.sync import Tokens
 from outrider.protocol.speculation import TokenKind
 
@@ -23,4 +23,16 @@ def test_escapes(colour: bool, terminal: bool) -> None:
     if terminal:
         assert out.getvalue() == "a\\x1b]0;owned\\x07\\x1b[2Jb\\x9b31m\\x0dc\\u202e"
     else:
-        assert "\x1b]0;owned" in out.getvalue()
+        assert out.getvalue() == EVIL
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_a_text_is_piped_as_the_target_wrote_it(colour: bool) -> None:
+    """Rich takes `:100:` for an emoji, a tab for spaces, and carriage returns and form feeds for nothing."""
+    text = "\tprint(s[1:100:2])\r\n\x0c:smile: [b]x[/b]"
+    out = io.StringIO()
+    show_tokens(Console(file=out), Tokens(0, text, (1,), (TokenKind.PLAIN,), (len(text),)), colour=colour)
+    assert out.getvalue() == text
+    out = io.StringIO()
+    show_text(Console(file=out, force_terminal=True), text)
+    assert out.getvalue() == "\tprint(s[1:100:2])\\x0d\n\\x0c:smile: [b]x[/b]"
