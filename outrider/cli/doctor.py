@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import shutil
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -99,8 +99,9 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield _judged("memory", free >= _NEEDED, f"{free / _GIB:.1f} GiB free", "the default pair needs 2 GiB")
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = 1024 * int(fields["MemAvailable"].split()[0])  # with the page cache, which the kernel gives up
+    yield _judged("memory", free >= _NEEDED, f"{free / _GIB:.1f} GiB available", "the default pair needs 2 GiB")
     folder = next(path for path in (home(), *home().parents) if path.exists())
     disk = shutil.disk_usage(folder).free
     advice = "free some space, or set OUTRIDER_HOME to another disk"

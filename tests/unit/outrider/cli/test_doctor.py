@@ -1,6 +1,8 @@
-"""`outrider doctor` names a GPU that cannot be used."""
+"""`outrider doctor` names a GPU that cannot be used, and counts the memory that a start can have."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -25,3 +27,10 @@ def test_a_gpu_that_torch_cannot_use_is_bad(monkeypatch: pytest.MonkeyPatch, rea
     (found,) = [finding for finding in doctor._torch() if finding.name == "device"]
     assert found.state == state
     assert (reason in found.text) == (state == "bad")
+
+
+def test_memory_that_caches_files_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has read many files has hardly any free memory, and is well."""
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_AVPHYS_PAGES" else 4096)
+    found = next(finding for finding in doctor._memory() if finding.name == "memory")
+    assert not found.text.startswith("0.0 GiB")
