@@ -101,7 +101,7 @@ def make_request(prompt: str | None, options: Options) -> pb.GenerateRequest:
     """Return the message of a request; raise InvalidRequest for one that cannot be made."""
     if unknown := options.keys() - Options.__annotations__.keys():
         raise InvalidRequest(f"{', '.join(sorted(unknown))} is no option of a request; params has those of sampling")
-    if sum(map(bool, (prompt, options.get("chat"), options.get("tokens")))) > 1:
+    if sum(map(bool, (prompt is not None, options.get("chat"), options.get("tokens")))) > 1:
         raise InvalidRequest("a request has a prompt, a chat or tokens, not several of them")
     try:
         return _request(prompt, options)

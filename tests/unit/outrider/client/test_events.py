@@ -28,6 +28,8 @@ def test_a_request_with_several_prompts_is_refused(given: Any) -> None:
     """One of them would be ignored."""
     with pytest.raises(InvalidRequest, match="not several"):
         make_request("x", given)
+    with pytest.raises(InvalidRequest, match="not several"):
+        make_request("", given)
     assert make_request(None, given).WhichOneof("input") != "prompt"
     assert make_request("x", {"chat": [], "tokens": ()}).WhichOneof("input") == "prompt"
 
