@@ -212,7 +212,7 @@ def _show(console: Console, rows: Sequence[Row], kinds: Sequence[str], summary: 
     console.print(f"fastest drafter over all kinds: [bold]{summary['drafter']}[/bold]", highlight=False)
     for row in rows:
         if "error" in row:
-            console.print(f"{row['engine']} {row['drafter']}, {row['kind']}: {row['error']}", style="yellow")
+            console.out(f"{row['engine']} {row['drafter']}, {row['kind']}: {row['error']}", style="yellow")
     for each in summary["differences"]:
         console.print(
             f"{each['engine']} {each['drafter']}: text differs from plain Outrider: {each['kind']}, "

@@ -38,9 +38,8 @@ def line(row: Row) -> str:
     """Return one measurement as a line of progress."""
     told = f"{size_of(row)}, {row['sessions']} sessions: {row['tokens_per_s']:.0f} tokens/s"
     first, failed = row["first_token_p50_ms"], sum(row["failures"].values())
-    return (
-        told + (f", first token {first:,.0f} ms" if first is not None else "") + (f", {failed} failed" * bool(failed))
-    )
+    told += f", first token {first:,.0f} ms" if first is not None else ""
+    return told + f", {failed} failed" * bool(failed)
 
 
 def show(console: Console, rows: Sequence[Row], summary: Mapping[str, Any], about: str) -> None:

@@ -56,7 +56,7 @@ def draw(measured: Measured, pair: ToyPair, times: ThrottledTimes, file: Path) -
 
 def _speed(axes: Axes, measured: Measured) -> None:
     links = sorted((link for link in measured if link == LinkCase(link.rtt_ms)), key=lambda link: link.rtt_ms)
-    for mode in measured[links[0]]:
+    for mode in next(iter(measured.values())):
         speedups = [
             measured[link][mode].tokens_per_s
             / next(r for m, r in measured[link].items() if m.name == PLAIN).tokens_per_s

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from outrider.bench.common.progress import turn_progress
 from outrider.bench.drafters import command, setups
@@ -178,14 +179,16 @@ def test_texts_must_be_equal_where_guessing_changes_nothing() -> None:
     assert found == [("generate", "greedy", 2), ("a", "coupled", 1)]
 
 
-def test_a_peer_that_refuses_has_a_row_that_says_why() -> None:
-    refused = Trial(Candidate("transformers", "early exit"), REQUEST, TimedAnswer(error="ValueError: no"))
+def test_a_peer_that_refuses_has_a_row_that_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = Trial(Candidate("transformers", "early exit"), REQUEST, TimedAnswer(error="OSError: no [/models/x]"))
     comparison = Comparison([ran(PLAIN, 40.0), ran("a", 60.0), refused])
     (row,) = [row for row in comparison.rows() if row["drafter"] == "early exit"]
-    assert row["error"] == "ValueError: no"
+    assert row["error"] == "OSError: no [/models/x]"
     assert row["tokens_per_s"] is None
     assert row["texts_equal"] is None
     assert comparison.differences() == []
+    command._show(Console(), comparison.rows(), comparison.kinds, {"drafter": "a", "differences": []})
+    assert "OSError: no [/models/x]" in " ".join(capsys.readouterr().out.split()), "brackets are no markup"
 
 
 @pytest.mark.parametrize(

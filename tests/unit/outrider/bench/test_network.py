@@ -11,11 +11,13 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from matplotlib.figure import Figure
 
 from outrider.bench.common.timed_output import timed
 from outrider.bench.network.cases import LinkCase, modes
 from outrider.bench.network.figures import NetworkResults, NetworkRun, NetworkRuns, summarise
 from outrider.bench.network.measurement import NetworkMeasurement
+from outrider.bench.network.plot import _speed
 from outrider.bench.network.prediction import prediction_cases
 from outrider.client.events import Finished, Tokens
 from outrider.protocol.speculation import FinishReason
@@ -166,6 +168,13 @@ def test_the_summary_compares_each_link_with_plain_decoding_and_with_the_best_fi
     assert summary["worst_regret_drift"] == 0.25
     assert summary["predicted_within_10pct"] == pytest.approx(2 / 4)
     assert summary["bytes_per_guess"] == 9.0
+
+
+def test_links_that_all_have_jitter_are_drawn_without_a_curve() -> None:
+    plain, in_turns = modes((2,))[:2]
+    axes = Figure().subplots()
+    _speed(axes, {LinkCase(15.0, jitter_ms=4.0): {plain: runs(40.0, 1.0), in_turns: runs(50.0, 2.0)}})
+    assert [list(line.get_xdata()) for line in axes.lines] == [[], []]
 
 
 def test_one_text_that_differs_is_not_forgotten() -> None:
