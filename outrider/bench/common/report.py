@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -53,14 +54,11 @@ def ratio(part: float, whole: float | None) -> float | None:
     return part / whole if whole else None
 
 
-def machine() -> dict[str, Any]:
-    """Return CPU count, processor and Python version."""
-    return {"cpus": os.cpu_count(), "processor": _processor(), "python": platform.python_version()}
-
-
 def write_json(file: Path, rows: list[Row], summary: dict[str, Any], **where: Any) -> None:
     """Write the report; `where` adds fields to the description of the machine."""
-    report = {"machine": machine() | where, "command": " ".join(sys.argv), "rows": rows, "summary": summary}
+    machine = {"cpus": os.cpu_count(), "processor": _processor(), "python": platform.python_version()} | where
+    command = re.sub(r"((?:api|metrics)[-_]key[ =])\S+", r"\1***", " ".join(sys.argv))  # reports are passed on
+    report = {"machine": machine, "command": command, "rows": rows, "summary": summary}
     file.write_text(json.dumps(report, indent=2))
 
 

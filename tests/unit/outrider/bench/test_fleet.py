@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outrider.bench.common.report import Row
+from outrider.bench.common.report import Row, write_json
 from outrider.bench.fleet import plot
 from outrider.bench.fleet.figures import imbalance, limit_of, load_row, summarise, with_scaling
 from outrider.bench.fleet.fleets import check_settings, with_room
@@ -220,3 +222,12 @@ def test_a_signal_ends_a_measurement_in_order(number: signal.Signals) -> None:
         run_cancellable(measure())
     assert closed
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("given", ["--api-key s3cret", "--api-key=s3cret", "--set verifier.metrics-key=s3cret"])
+def test_a_report_holds_no_key(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds its command, and is passed on."""
+    monkeypatch.setattr(sys, "argv", ["outrider", "bench", *given.split(), "--tls-key", "k.pem"])
+    write_json(tmp_path / "figures.json", [], {})
+    command = json.loads((tmp_path / "figures.json").read_text())["command"]
+    assert command == f"outrider bench {given.replace('s3cret', '***')} --tls-key k.pem"
