@@ -17,7 +17,7 @@ from outrider.bench.fleet.fleets import FleetUnderLoad, verifiers_of
 from outrider.bench.fleet.prompts import PromptMix
 from outrider.client.aio import AsyncClient
 from outrider.client.events import Finished, Tokens
-from outrider.protocol.errors import OutriderError, PeerLost, Unavailable
+from outrider.protocol.errors import Expired, OutriderError, PeerLost, Unavailable
 
 _RAMP_S = 0.05  # from the start of one session to the next: shared prefixes are cached by then
 _WARM_UP_S = 30.0  # at most, until every session has its first token
@@ -130,8 +130,8 @@ class _Load:
         client = self._clients[0]
         served = await client.model(self._fleet.model)
         while True:
-            # A coordinator that cannot be reached shows in the failed requests.
-            with contextlib.suppress(PeerLost, Unavailable):
+            # A coordinator that cannot be reached, or is too busy, shows in the failed requests.
+            with contextlib.suppress(PeerLost, Unavailable, Expired):
                 verifiers = verifiers_of((await client.server()).workers, served)
                 loads = {each.worker_id: each.load.sessions + each.load.waiting for each in verifiers}
                 self._record.verifier_sessions.append((time.perf_counter(), loads))

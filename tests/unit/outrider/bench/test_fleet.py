@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from rich.console import Console
@@ -18,8 +19,8 @@ from typer.testing import CliRunner
 from outrider.bench.common.report import Row, write_json
 from outrider.bench.fleet import plot
 from outrider.bench.fleet.figures import imbalance, limit_of, load_row, summarise, with_scaling
-from outrider.bench.fleet.fleets import check_settings, with_room
-from outrider.bench.fleet.load import LoadedAnswer, LoadRecord, run_cancellable
+from outrider.bench.fleet.fleets import FleetUnderLoad, check_settings, with_room
+from outrider.bench.fleet.load import LoadedAnswer, LoadRecord, _Load, run_cancellable
 from outrider.bench.fleet.options import FleetExtent, FleetSize
 from outrider.bench.fleet.prompts import PromptMix, read_texts
 from outrider.bench.fleet.table import line, show
@@ -27,7 +28,7 @@ from outrider.cli.app import app
 from outrider.client.events import Finished
 from outrider.launch.services import read_assignments
 from outrider.launch.stack import LaunchPlan
-from outrider.protocol.errors import InvalidRequest, OutriderError, StartupError
+from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, StartupError
 from outrider.protocol.speculation import FinishReason
 from outrider.protocol.statistics import GenerationStats
 
@@ -231,3 +232,14 @@ def test_a_report_holds_no_key(given: str, tmp_path: Path, monkeypatch: pytest.M
     write_json(tmp_path / "figures.json", [], {})
     command = json.loads((tmp_path / "figures.json").read_text())["command"]
     assert command == f"outrider bench {given.replace('s3cret', '***')} --tls-key k.pem"
+
+
+def test_a_coordinator_too_busy_to_tell_its_load_ends_no_measurement() -> None:
+    load = _Load(FleetUnderLoad(ONE, ("127.0.0.1:1",), dict), PromptMix(["x"], 0, 8), 1, "salt")
+    load._clients = [Mock(model=AsyncMock(), server=AsyncMock(side_effect=Expired("after ten seconds")))]
+
+    async def watch() -> None:
+        await asyncio.wait_for(load._watch_verifiers(), 0.1)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(watch())
