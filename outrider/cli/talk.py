@@ -71,7 +71,7 @@ def generate(
         if as_json_:
             typer.echo(json.dumps(as_json(client.complete(**request)), ensure_ascii=False, indent=2))
             return
-        _stream(client, request, colour=show_guesses, explain=explain)
+        _stream(client, request, colour=show_guesses, explain=explain, once=True)
 
 
 def chat(
@@ -128,7 +128,7 @@ def _read_line() -> str | None:
     return None if line in ("/exit", "/quit") else line
 
 
-def _stream(client: Client, request: dict[str, Any], *, colour: bool, explain: bool = False) -> str:
+def _stream(client: Client, request: dict[str, Any], *, colour: bool, explain: bool = False, once: bool = False) -> str:
     """Print an output as it arrives; return its text."""
     out, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     if colour:
@@ -148,6 +148,6 @@ def _stream(client: Client, request: dict[str, Any], *, colour: bool, explain: b
     except KeyboardInterrupt:
         out.print()
         notes.print("stopped", style="dim")
-        if not sys.stdin.isatty():
+        if once or not sys.stdin.isatty():
             sys.exit(_INTERRUPTED)
     return "".join(parts)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from typer.testing import CliRunner
@@ -161,3 +162,20 @@ def test_flags_that_no_request_can_have_are_told_at_once(flags: list[str], said:
     result = CliRunner().invoke(app, ["generate", "hi", *flags])
     assert result.exit_code != 0
     assert said in " ".join(re.sub(r"[│\s]+", " ", result.output + str(result.exception)).split())
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_answer_that_is_interrupted_in_a_terminal_is_no_success(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop of a shell went on with the next prompt. A conversation goes on."""
+    there = MagicMock()
+    there.__enter__.return_value.generate.side_effect = KeyboardInterrupt
+    lines = iter(["one", "two"])
+    monkeypatch.setattr(talk.options, "connect", lambda _: there)
+    monkeypatch.setattr(talk, "_read_line", lambda: next(lines, None))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(SystemExit) as ended:
+        app([command, "x"] if command == "generate" else [command])
+    assert ended.value.code == (130 if command == "generate" else 0)
+    assert next(lines, None) is None or command == "generate"
