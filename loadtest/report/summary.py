@@ -169,7 +169,7 @@ def summarise(recorder: Recorder, spans: Sequence[ShapeSpan], run: LoadRun) -> S
         load=run.load,
         seconds=seconds,
         tokens_per_s=sum(part.tokens_per_s * part.seconds for part in parts) / seconds if seconds else 0.0,
-        recovery=_recovery(parts),
+        recovery=_recovery(parts, spans),
         errors=dict(total.errors),
         all=Counts.of(total),
         sorts=_sorts(recorder),
@@ -213,8 +213,11 @@ def _part(recorder: Recorder, span: ShapeSpan, start: float) -> PartFigures:
     return figures
 
 
-def _recovery(parts: Sequence[PartFigures]) -> float | None:
+def _recovery(parts: Sequence[PartFigures], spans: Sequence[ShapeSpan]) -> float | None:
+    """Return the recovery; None where the last part was interrupted: its outputs on their way do not count yet."""
     if len(parts) < 3 or parts[0].users != parts[-1].users or not parts[0].tokens_per_s:
+        return None
+    if spans[-1].seconds < spans[-1].part.seconds:
         return None
     return parts[-1].tokens_per_s / parts[0].tokens_per_s
 

@@ -311,6 +311,15 @@ def test_a_fleet_that_does_not_come_back_fails() -> None:
     assert found.verdict == "throughput recovered to 33% only"
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_a_run_that_is_interrupted_in_its_last_part_is_not_judged_by_it(seconds: float) -> None:
+    """Outputs on their way do not count yet: of a second of them there were none, which failed the run."""
+    early = [attempt for attempt in attempts() if attempt.begun_at < START + 8]
+    part = SPANS[-1].part
+    found = summary(recorded(early), [*SPANS[:-1], ShapeSpan(part, START + 8.0, START + 8.0 + seconds)])
+    assert (found.verdict, found.recovery) == ("", None)
+
+
 def test_a_slice_counts_for_a_part_as_far_as_it_lies_in_it() -> None:
     """Its tokens do; a refusal on the edge of a part is of no part."""
     recorder = Recorder(0.25)
