@@ -17,19 +17,19 @@ _BARS = 0.8  # share of the width of a kind
 
 
 def draw(rows: Sequence[Row], kinds: Sequence[str], drafters: Sequence[str], where: dict[str, Any], file: Path) -> None:
-    """Plot the greedy rows: the modes differ little, and the table has all of them."""
-    greedy = [row for row in rows if row["mode"] == "greedy" and row["engine"] == OUTRIDER]
+    """Plot the first mode's rows: the modes differ little, and the table has all of them."""
+    shown = [row for row in rows if row["mode"] == rows[0]["mode"] and row["engine"] == OUTRIDER]
     figure = Figure(figsize=(12, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _speedups(left, greedy, kinds, drafters)
-    _positions(right, greedy, drafters)
+    _speedups(left, shown, kinds, drafters)
+    _positions(right, shown, drafters)
     for axes in (left, right):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25, axis="y")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4)
-    figure.suptitle(f"{where['target']}, weights in {where['weights']}, on {where['device']}, greedy")
+    figure.suptitle(f"{where['target']}, weights in {where['weights']}, on {where['device']}, {rows[0]['mode']}")
     figure.savefig(file, dpi=150)
 
 

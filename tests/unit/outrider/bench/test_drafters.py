@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from outrider.bench.common.progress import turn_progress
-from outrider.bench.drafters import command, setups
+from outrider.bench.drafters import command, plot, setups
 from outrider.bench.drafters.comparison import (
     OUTRIDER,
     PLAIN,
@@ -189,6 +190,20 @@ def test_a_peer_that_refuses_has_a_row_that_says_why(capsys: pytest.CaptureFixtu
     assert comparison.differences() == []
     command._show(Console(), comparison.rows(), comparison.kinds, {"drafter": "a", "differences": []})
     assert "OSError: no [/models/x]" in " ".join(capsys.readouterr().out.split()), "brackets are no markup"
+
+
+def test_a_plot_shows_the_first_mode_that_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --modes coupled it was empty, and said greedy."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    coupled = replace(REQUEST, mode="coupled")
+    fixed = Trial(Candidate(OUTRIDER, "a", 4), coupled, answer(50.0, stats=guessed([2], [1], 2)))
+    runs = [ran(PLAIN, 40.0, coupled), ran("a", 60.0, coupled), fixed]
+    where = {"target": "tiny", "weights": "float32", "device": "cpu"}
+    plot.draw(Comparison(runs).rows(), ["chat"], ["a"], where, tmp_path / "drafters.png")
+    (bar,) = drawn[0].axes[0].patches
+    assert bar.get_height() == pytest.approx(60 / 40)  # type: ignore[attr-defined]
+    assert "coupled" in drawn[0].get_suptitle()
 
 
 @pytest.mark.parametrize(
