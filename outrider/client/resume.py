@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,12 +34,13 @@ class StreamProgress:
         self._started = False
         self._first_tries = _FIRST_TRIES + endpoints
         self._since = 0  # position at which the present stream started
+        self._began = math.inf  # time at which it was accepted
         self._give_up: float | None = None
         self._until: float | None = None  # of all streams together
 
     def request(self) -> pb.GenerateRequest | pb.ResumeRequest:
         """Return the request of the next stream: the first, or one that resumes."""
-        self._since = self._position
+        self._since, self._began = self._position, math.inf
         if not self._session_id:
             return self._request
         return pb.ResumeRequest(session_id=self._session_id, from_position=self._position, tail=self._tail)
@@ -57,7 +59,7 @@ class StreamProgress:
         received = reply_from_proto(reply)
         if isinstance(received, Started):
             again, self._started = self._started, True
-            self._session_id = received.session_id
+            self._session_id, self._began = received.session_id, time.monotonic()
             return None if again else received
         if isinstance(received, Tokens):
             self._position += len(received.token_ids)
@@ -67,7 +69,8 @@ class StreamProgress:
     def may_retry(self, now: float) -> bool:
         """Return whether to retry after a break at this time of a monotonic clock."""
         self._first_tries -= 1
-        if self._position > self._since or self._give_up is None:
+        waited = now - self._began > RESUME_FOR_S  # such as in a queue: the stream did not break at once
+        if self._position > self._since or waited or self._give_up is None:
             self._give_up = now + RESUME_FOR_S
         return now <= self._give_up and (self._started or self._first_tries > 0)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.bench.common.report import Row
+from outrider.bench.common.report import Row, ratio
 from outrider.bench.network.cases import ADAPTIVE, PLAIN, LinkCase, NetworkMode
 from outrider.protocol.statistics import GenerationStats
 
@@ -54,24 +54,23 @@ class NetworkRuns:
         stats = [run.stats for run in self.runs]
         gaps = sorted(gap for run in self.runs for gap in run.gaps_ms)
         duration = sum(each.duration_ms for each in stats)
-        missed = sum(each.missed for each in stats)
+        missed, waited = sum(each.missed for each in stats), sum(each.mean_wait_ms for each in stats)
         return {
             "tokens_per_s": self.tokens_per_s,
             "first_tokens_per_s": self.first_tokens_per_s,
             "itl_p50_ms": statistics.median(gaps),
             "itl_p99_ms": gaps[int(0.99 * (len(gaps) - 1))],
             "tokens_per_step": self.tokens_per_step,
-            "acceptance_first": _ratio(
+            "acceptance_first": ratio(
                 sum(each.accepted_per_position[0] for each in stats if each.accepted_per_position),
                 sum(each.offered_per_position[0] for each in stats if each.offered_per_position),
-            ),
+            )
+            or 0.0,
             "bytes_per_accepted_token": statistics.fmean(each.bytes_per_accepted_token for each in stats),
             "bytes_per_guess": statistics.fmean(each.bytes_per_guessed_token for each in stats),
-            "missed_at_hand": _ratio(sum(each.missed_at_hand for each in stats), missed),
+            "missed_at_hand": ratio(sum(each.missed_at_hand for each in stats), missed) or 0.0,
             "drafter_idle": max(0.0, 1.0 - sum(each.draft_ms for each in stats) / duration),
-            "verifier_idle": _ratio(
-                sum(each.mean_wait_ms for each in stats), sum(each.mean_wait_ms + each.mean_step_ms for each in stats)
-            ),
+            "verifier_idle": ratio(waited, waited + sum(each.mean_step_ms for each in stats)) or 0.0,
             "plans": sum(
                 (Counter({share.plan: share.steps}) for each in stats for share in each.plans), Counter[str]()
             ),
@@ -145,7 +144,3 @@ def _first_tokens_vs_plain(by_mode: Mapping[NetworkMode, NetworkRuns]) -> float:
     """Return the throughput of adaptive answers over plain ones, for their first tokens."""
     by_name = {mode.name: runs.first_tokens_per_s for mode, runs in by_mode.items()}
     return by_name[ADAPTIVE] / by_name[PLAIN]
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

@@ -87,6 +87,24 @@ def test_gives_up_when_nothing_more_comes_for_long() -> None:
     assert not progress.may_retry(100.0 + RESUME_FOR_S + 0.1)
 
 
+def test_a_stream_that_waited_for_long_without_a_token_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a rolling update of a busy fleet. One that begins and breaks at once buys no time."""
+    progress, clock = asked(), 100.0
+    monkeypatch.setattr("outrider.client.resume.time.monotonic", lambda: clock)
+    for clock in (100.0, 101.0, 141.0, 181.0):  # refused, then three that end after 40 seconds in a queue
+        assert progress.may_retry(clock)
+        progress.request()
+        progress.take(STARTED)
+    clock = 181.0 + RESUME_FOR_S + 0.1
+    assert progress.may_retry(clock)
+    for clock in (220.0, 230.0, 241.0):
+        progress.request()
+        progress.take(STARTED)
+        assert progress.may_retry(clock)
+    progress.request()
+    assert not progress.may_retry(clock + 2 * RESUME_FOR_S), "it never began"
+
+
 def test_every_token_buys_new_time() -> None:
     progress = asked()
     progress.take(STARTED)
