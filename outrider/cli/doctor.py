@@ -46,7 +46,7 @@ def doctor(
     tls_key: options.TlsKey = "",
     tls_name: options.TlsName = "",
     target: Annotated[str, option("--target", "Target model to look for.")] = DEFAULT,
-    port: Annotated[int, option("--port", "Port to check for `outrider up`.")] = 50050,
+    port: Annotated[int, option("--port", "Port to check for `outrider up`.", min=0, max=65535)] = 50050,
 ) -> None:
     """Check Python, torch, device, memory, disk, model files, Redis, ports and running peers."""
     client = options.connect(context.params)
@@ -147,8 +147,8 @@ def _port(port: int) -> Iterator[Finding]:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError):
-            yield Finding("port", "note", f"{port} is in use", "by Outrider itself, or choose another --port")
+        except OSError as error:  # such as a low port, which is for root
+            yield Finding("port", "note", f"{port}: {error.strerror}", "Outrider runs, or choose another --port")
             return
     yield Finding("port", "ok", f"{port} is free")
 

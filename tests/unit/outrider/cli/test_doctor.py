@@ -6,8 +6,10 @@ import os
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from outrider.cli import doctor
+from outrider.cli.app import app
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,9 @@ def test_memory_that_caches_files_is_available(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_AVPHYS_PAGES" else 4096)
     found = next(finding for finding in doctor._memory() if finding.name == "memory")
     assert not found.text.startswith("0.0 GiB")
+
+
+@pytest.mark.parametrize("port", ["70000", "-1"])
+def test_a_port_that_cannot_be_is_not_in_use(port: str) -> None:
+    result = CliRunner().invoke(app, ["doctor", f"--port={port}"])
+    assert (result.exit_code, "Invalid value for '--port'" in result.output) == (2, True)
