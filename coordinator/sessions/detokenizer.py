@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 _CONTEXT = 6  # prompt tokens that are decoded together with the first output token
@@ -31,8 +32,8 @@ class Detokeniser:
         text = self._decode(self._window)
         self._length = min(self._length, len(text))  # bytes of the prompt have become one character
         before = self._decode(self._window[:-1]) if len(self._window) > self._emitted + 1 else ""
-        begun = before if text.startswith(before) and not text.endswith(_BROKEN) else before.rstrip(_BROKEN)
-        self.held = max(0, len(begun) - self._length)  # characters of tokens before this one that were held back
+        begun = takewhile(lambda both: both[0] == both[1], zip(before, text.rstrip(_BROKEN), strict=False))
+        self.held = max(0, len([*begun]) - self._length)  # characters of tokens before this one that were held back
         if len(text) > self._length and not text.endswith(_BROKEN):
             return self._advance(len(self._window), text)
         if len(self._window) - self._emitted > _MAX_INCOMPLETE:

@@ -222,6 +222,7 @@ class SessionManager:
             check_position(position, record)
             session = Session(record, target, self._context)
             if record.finished and not stored_as_finished:
+                self.ended.keep(record)  # else Redis may get it no more
                 session.store()
             return session if record.finished else self._live(session_id) or self._run(session)
 

@@ -69,9 +69,10 @@ class StreamProgress:
     def may_retry(self, now: float) -> bool:
         """Return whether to retry after a break at this time of a monotonic clock."""
         self._first_tries -= 1
-        waited = now - self._began > RESUME_FOR_S  # such as in a queue: the stream did not break at once
-        if self._position > self._since or waited or self._give_up is None:
+        if self._position > self._since or self._give_up is None:
             self._give_up = now + RESUME_FOR_S
+        elif self._began < math.inf:  # the time of an accepted stream, such as in a queue, does not count
+            self._give_up += now - self._began
         return now <= self._give_up and (self._started or self._first_tries > 0)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import shutil
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +46,7 @@ SET_BY_UP: dict[str, dict[str, str]] = {
 }
 _PRIVATE = ("redis_url", "otlp_endpoint")  # URLs that may contain a password
 _PORTS = ("port", "http_port", "metrics_port")
-_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvmap")
+_GPUS = ("/dev/nvidiactl", "/proc/driver/nvidia/gpus", "/dev/kfd", "/dev/dxg", "/dev/nvmap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ def check_services(services: Sequence[ServiceSpec]) -> None:
 
 def has_gpu() -> bool:
     """Return whether this machine has a device file of a GPU, or a driver that makes it at the first use."""
-    return shutil.which("nvidia-smi") is not None or any(map(os.path.exists, _GPUS))
+    return any(map(os.path.exists, _GPUS))
 
 
 def ignored_variable_hints(read: Iterable[object]) -> list[str]:

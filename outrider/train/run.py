@@ -73,7 +73,7 @@ class TrainingOrder:
             cards.load(cards.locate(self.start, self.method), self.method)
         if self.method == "distill" and self.hidden % (2 * max(1, self.hidden // 64)):
             raise StartupError.of("hidden", self.hidden, "a multiple of 64, or an even number below 128")
-        if self.method == "dspark" and self.heads == 1:
+        if self.method == "dspark" and self.heads < 2:
             raise StartupError.of("heads", self.heads, "at least 2 for dspark")
         if self.markov not in MARKOV_HEADS:
             raise StartupError.of("markov", self.markov, f"one of {', '.join(MARKOV_HEADS)}")

@@ -57,7 +57,7 @@ def ratio(part: float, whole: float | None) -> float | None:
 def write_json(file: Path, rows: list[Row], summary: dict[str, Any], **where: Any) -> None:
     """Write the report; `where` adds fields to the description of the machine."""
     machine = {"cpus": os.cpu_count(), "processor": _processor(), "python": platform.python_version()} | where
-    command = re.sub(r"((?:api|metrics)[-_]key[ =])\S+", r"\1***", " ".join(sys.argv))  # reports are passed on
+    command = re.sub(r"(--api-key[ =])\S+", r"\1***", " ".join(sys.argv))  # reports are passed on
     report = {"machine": machine, "command": command, "rows": rows, "summary": summary}
     file.write_text(json.dumps(report, indent=2))
 

@@ -240,10 +240,25 @@ async def test_a_client_with_another_text_is_not_given_the_rest_of_this_one(
         requests.manager.ended.keep(record)
     else:
         requests.manager._run(Session(record, TARGET, requests.manager._context))
-    with pytest.raises(Conflict if position == 2 or not ended else InvalidRequest):
+    with pytest.raises(Conflict if position == 2 or not ended else InvalidRequest) as refused:
         await requests.manager.take_over("s", position, tail)
+    assert refused.value.field == ("tail" if position == 2 else "from_position")
     session = await requests.manager.take_over("s", 2, (5, 5))
     assert session.record.tokens == [5, 5]
+
+
+async def test_an_end_that_another_coordinator_could_not_write_waits_for_redis(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = SessionRecord("s", REQUEST, model=TARGET.identity, finish_reason=FinishReason.STOP)
+
+    async def load(session_id: str) -> tuple[SessionRecord, bool]:
+        return record, False
+
+    monkeypatch.setattr(requests.manager.ended, "load", load)
+    await requests.manager.take_over("s", 0, ())
+    await requests.manager.write_behind._write_batch()
+    assert requests.manager.write_behind.unwritten == 1
 
 
 async def test_without_redis_what_waits_for_it_is_bounded(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,9 @@ def test_what_is_neither_a_kind_nor_a_model_is_told_without_the_hub(text: str) -
         choose_drafter(text, "default")
 
 
-@pytest.mark.parametrize("text", ["eagle:/no/path", "suffix+eagle:nowhere", "medusa:~/nowhere", "model:./nowhere"])
+@pytest.mark.parametrize(
+    "text", ["eagle:/no/path", "suffix+eagle:nowhere", "medusa:~/nowhere", "medusa:~nobody-here/x", "model:./nowhere"]
+)
 def test_a_path_that_does_not_exist_is_told_with_its_kind(text: str) -> None:
     with pytest.raises(StartupError, match=f"there is nothing at {re.escape(text.partition(':')[2])}"):
         choose_drafter(text, "default")

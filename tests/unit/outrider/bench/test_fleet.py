@@ -225,7 +225,7 @@ def test_a_signal_ends_a_measurement_in_order(number: signal.Signals) -> None:
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-@pytest.mark.parametrize("given", ["--api-key s3cret", "--api-key=s3cret", "--set verifier.metrics-key=s3cret"])
+@pytest.mark.parametrize("given", ["--api-key s3cret", "--api-key=s3cret"])
 def test_a_report_holds_no_key(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds its command, and is passed on."""
     monkeypatch.setattr(sys, "argv", ["outrider", "bench", *given.split(), "--tls-key", "k.pem"])

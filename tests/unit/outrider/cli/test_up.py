@@ -142,7 +142,6 @@ def test_a_drafter_is_in_its_verifiers_process_where_both_share_a_cpu(
     plans: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch, line: list[str], gpu: bool, together: bool
 ) -> None:
     monkeypatch.setattr("outrider.launch.services._GPUS", ("/proc/self",) if gpu else ("/missing",))
-    monkeypatch.setattr("outrider.launch.services.shutil.which", lambda name: None)
     assert isinstance(run(*line).exception, Reached)
     assert plans.pop().together is together
 

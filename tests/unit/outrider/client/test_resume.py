@@ -105,6 +105,21 @@ def test_a_stream_that_waited_for_long_without_a_token_is_resumed(monkeypatch: p
     assert not progress.may_retry(clock + 2 * RESUME_FOR_S), "it never began"
 
 
+def test_waiting_in_a_queue_is_not_added_to_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, clock = asked(), 5.0
+    monkeypatch.setattr("outrider.client.resume.time.monotonic", lambda: clock)
+    progress.take(STARTED)
+    for clock in (5.0, 15.0):  # it broke, and was refused once
+        assert progress.may_retry(clock)
+        progress.request()
+    progress.take(STARTED)
+    clock = 40.0  # after 25 s in a queue
+    assert progress.may_retry(clock)
+    progress.request()
+    clock = 40.0 + RESUME_FOR_S - 10.0 + 0.1
+    assert not progress.may_retry(clock), "10 s of refusals before count"
+
+
 def test_every_token_buys_new_time() -> None:
     progress = asked()
     progress.take(STARTED)

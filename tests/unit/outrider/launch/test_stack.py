@@ -136,7 +136,6 @@ def test_what_cannot_work_is_told_before_anything_starts(
         raise AssertionError("something was started")
 
     monkeypatch.setattr("outrider.launch.services._GPUS", ("/missing",))
-    monkeypatch.setattr("outrider.launch.services.shutil.which", lambda name: None)
     monkeypatch.setattr("outrider.launch.stack.embedded_redis", started)
     monkeypatch.setattr("outrider.launch.stack.subprocess.Popen", started)
     monkeypatch.delenv("REDIS_URL", raising=False)

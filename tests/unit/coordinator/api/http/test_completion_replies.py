@@ -167,6 +167,15 @@ async def test_offsets_are_those_of_the_tokens_though_a_character_is_incomplete(
     assert offsets == [0, 1, 2, 3, 3, 3, 4, 5, 6], "bytes of one character begin where it begins"
 
 
+async def test_a_character_after_a_stray_byte_begins_after_it(target: Target) -> None:
+    stray = target.encode("é")[0]
+    answer = [*target.encode("a"), stray, *target.encode("€!")]
+    body = CompletionBody.model_validate({"prompt": ["One", "Two"], "logprobs": 0})
+    (text, offsets), _ = await replied(target, body, answer=answer)
+    assert text == "a\N{REPLACEMENT CHARACTER}€!"
+    assert (offsets[0], offsets[1], offsets[4], offsets[5]) == (0, 1, 2, 3)
+
+
 async def test_offsets_of_an_answer_fit_the_echo_of_a_text_that_the_tokenizer_changes(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
