@@ -375,24 +375,26 @@ async def test_long_texts_are_refused_and_not_echoed(house: House) -> None:
         assert (code, typed.code) == (grpc.StatusCode.NOT_FOUND, "not_found")
 
 
-async def test_vocabularies_that_are_no_text_are_refused(house: House) -> None:
+@asynccontextmanager
+async def asked_for_vocabulary(house: House) -> AsyncIterator[tuple[Any, pb.Worker]]:
+    """Register a drafter with another digest; yield the call and the drafter when its vocabulary is asked for."""
     async with grpc.aio.insecure_channel(house.coordinator, options=channel_options()) as channel:
         call: Any = rpc.RegistryStub(channel).Register(timeout=20)  # type: ignore[call-arg]
         info = server_info_worker(house)
         info.model.vocabulary_digest = "another"
         await call.write(pb.RegisterRequest(worker=info))
         assert (await call.read()).send_vocabulary
+        yield call, info
+
+
+async def test_vocabularies_that_are_no_text_are_refused(house: House) -> None:
+    async with asked_for_vocabulary(house) as (call, _):
         await call.write(pb.RegisterRequest(vocabulary=pb.Vocabulary(tokens=[b"\xff\xfe"], last=True)))
         assert_refused(await failure(call), "vocabulary.tokens", "xff", "UTF-8")
 
 
 async def test_a_flood_in_place_of_a_vocabulary_holds_up_its_sender_only(house: House) -> None:
-    async with grpc.aio.insecure_channel(house.coordinator, options=channel_options()) as channel:
-        call: Any = rpc.RegistryStub(channel).Register(timeout=20)  # type: ignore[call-arg]
-        info = server_info_worker(house)
-        info.model.vocabulary_digest = "another"
-        await call.write(pb.RegisterRequest(worker=info))
-        assert (await call.read()).send_vocabulary
+    async with asked_for_vocabulary(house) as (call, info):
         began = time.monotonic()
         for _ in range(30):
             await call.write(pb.RegisterRequest(worker=info))
