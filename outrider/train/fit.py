@@ -13,11 +13,12 @@ _MAX_POSITIONS = 100_000
 _RIDGE = 1e-4
 
 
-def frequent_ids(examples: Iterable[Example], count: int, vocab_size: int) -> torch.Tensor:
-    """Return the ids that the target generates most often, ascending, filled up with the lowest others."""
+def frequent_ids(examples: Iterable[Example], count: int, vocab_size: int, known: Sequence[int] = ()) -> torch.Tensor:
+    """Return the ids that the target generates most often, ascending, filled up with `known`, then the lowest ones."""
     counts = Counter(token for example in examples for token in example.tokens[example.prompt_length :].tolist())
     best = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))][:count]
-    best += [token for token in range(vocab_size) if token not in counts][: count - len(best)]
+    others = dict.fromkeys((*known, *range(vocab_size)))
+    best += [token for token in others if token not in counts][: count - len(best)]
     return torch.tensor(sorted(best))
 
 

@@ -190,19 +190,20 @@ def _method(
     )
     target_weights = EmbeddingsAndHead.of(model).on(device)
     num_ids = vocab_size if order.method == "distill" else order.num_ids  # it is served as an ordinary model
-    ids = frequent_ids(examples, num_ids, vocab_size).to(device)
-    method = _make(order, TrainingInputs(model, target_weights, ids, examples))
+    begun = cards.load(cards.locate(order.start, order.method), order.method) if order.start else None
+    ids = frequent_ids(examples, num_ids, vocab_size, begun[1]["ids"].tolist() if begun else ()).to(device)
+    method = _make(order, TrainingInputs(model, target_weights, ids, examples), begun)
     method.module.to(device)
     return target_weights, method
 
 
-def _make(order: TrainingOrder, inputs: TrainingInputs) -> Method:
+def _make(order: TrainingOrder, inputs: TrainingInputs, begun: tuple[Card, dict[str, torch.Tensor]] | None) -> Method:
     if order.method == "eagle":
         start = None
-        if order.start:
-            card, weights = cards.load(cards.locate(order.start, order.method), order.method)
+        if begun:
+            card, weights = begun
             card.check_target(Path(order.start), order.target, inputs.target_weights.digest)
-            start = Eagle.from_weights(card.shape, weights, inputs.target_weights)
+            start = Eagle.from_weights(card.shape, {**weights, "ids": inputs.ids}, inputs.target_weights)
         return EagleMethod(inputs, layers=order.layers, steps=order.unroll, start=start)
     if order.method == "eagle3":
         return Eagle3Method(inputs, layers=order.layers, steps=order.unroll)

@@ -140,10 +140,14 @@ def test_killed_and_resumed_ends_as_if_it_had_not_been(
 
 
 def test_a_trained_drafter_is_continued(order: TrainingOrder, made: dict[str, Made]) -> None:
+    """With more ids, as the order says: the head is the target's own."""
     watched = Watched()
     mine = replace(order, out=order.out.with_name("continued"), start=str(made["eagle"].folder), learn_tokens=1_000)
-    card = run.train(mine, watched)
+    card = run.train(replace(mine, num_ids=160), watched)
     assert card.training["start"] == str(made["eagle"].folder)
+    few, more = (set(cards.load(out, "eagle")[1]["ids"].tolist()) for out in (made["eagle"].folder, mine.out))
+    assert (len(few), len(more)) == (128, 160)
+    assert few < more, "those of the drafter that is continued come first where texts have too few"
     begun, first = watched.reports[0].held_out["all"], made["eagle"].watched.reports[0].held_out["all"]
     assert begun["acceptance_length"] == pytest.approx(made["eagle"].card.metrics["all"]["acceptance_length"], abs=0.04)
     assert begun["acceptance_length"] > first["acceptance_length"] + 0.04, "it did not begin from the linear map"

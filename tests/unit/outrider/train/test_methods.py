@@ -92,3 +92,4 @@ def test_the_ids_to_draft_are_those_that_the_target_wrote_most() -> None:
     assert frequent_ids([first, second], 2, 12).tolist() == [5, 7]
     assert frequent_ids([first, second], 3, 12).tolist() == [2, 5, 7]
     assert frequent_ids([first, second], 6, 12).tolist() == [0, 1, 2, 3, 5, 7]
+    assert frequent_ids([first, second], 6, 12, [11, 7]).tolist() == [0, 2, 3, 5, 7, 11], "and before these, known ones"
