@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from outrider.protocol.errors import StartupError
 from outrider.train.data import Example
 
 _MAX_POSITIONS = 100_000
@@ -39,6 +40,8 @@ def best_linear(examples: Sequence[Example], embeddings: torch.Tensor, ahead: in
         count += last - first
         if count > _MAX_POSITIONS:
             break
+    if not inputs:
+        raise StartupError.of("heads", ahead, "at most the tokens of the target's longest answer")
     x, y = torch.cat(inputs), torch.cat(wanted)
     gram = x.T @ x + _RIDGE * len(x) * torch.eye(x.shape[1], device=x.device)
     return torch.linalg.solve(gram, x.T @ y).T, float(y.pow(2).mean().sqrt())

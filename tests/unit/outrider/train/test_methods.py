@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.protocol.errors import StartupError
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import Example
-from outrider.train.fit import frequent_ids
+from outrider.train.fit import best_linear, frequent_ids
 from outrider.train.methods.eagle import EagleMethod
 from outrider.train.methods.interface import Batch, Method, TrainingInputs, collate
 from outrider.train.methods.language_model import early_exit
@@ -93,3 +94,10 @@ def test_the_ids_to_draft_are_those_that_the_target_wrote_most() -> None:
     assert frequent_ids([first, second], 3, 12).tolist() == [2, 5, 7]
     assert frequent_ids([first, second], 6, 12).tolist() == [0, 1, 2, 3, 5, 7]
     assert frequent_ids([first, second], 6, 12, [11, 7]).tolist() == [0, 2, 3, 5, 7, 11], "and before these, known ones"
+
+
+def test_more_heads_than_an_answer_has_tokens_are_told() -> None:
+    answer = Example(torch.tensor([1, 2, 3, 4, 5]), 3, torch.randn(4, 8), torch.zeros(4, 0))
+    assert best_linear([answer], torch.randn(6, 8), 2)[0].shape == (8, 16)
+    with pytest.raises(StartupError, match="heads is 3, must be at most the tokens of the target's longest answer"):
+        best_linear([answer], torch.randn(6, 8), 3)
