@@ -26,8 +26,9 @@ class ChatReplies(Replies[ChatOptions]):
 
     def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.ChatChunkChoice]:
         parts = []
-        if number not in self._written:
-            parts.append(_delta(number, {"role": "assistant", "content": "", "refusal": None}))
+        if not self._written:  # all choices, in their order: OpenAI's client appends each at its first chunk
+            begun: responses.Delta = {"role": "assistant", "content": "", "refusal": None}
+            parts = [_delta(each, begun) for each in range(self._body.choices)]
         self._written[number] += 1
         deltas = self._deltas(number, session, tokens)
         logprobs = self._logprobs(tokens)
