@@ -14,8 +14,8 @@ from openai.types.responses import Response
 from pydantic import BaseModel, TypeAdapter
 
 from coordinator.api.http.agents.response_types import ModelResponse, ModelResponseEvent
-from outrider.protocol.errors import Unavailable
-from tests.contract.conftest import House
+from outrider.protocol.errors import InvalidRequest, Unavailable
+from tests.contract.conftest import House, slowed
 from tests.contract.test_tools import SCHEMAS, TOOLS, api
 
 __all__ = ["api"]
@@ -211,6 +211,19 @@ async def test_a_stream_that_fails_says_so(api: AsyncOpenAI, house: House) -> No
     assert (events[-1].type, events[-1].response.status) == ("response.failed", "failed")
     assert (events[-1].response.error.code, events[-1].response.error.message) == ("unavailable", "no more of it")
     assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+async def test_a_stream_that_fails_names_the_field_of_its_request(api: AsyncOpenAI, house: House) -> None:
+    form: Any = {"format": {"type": "json_object"}}
+    field = "params.grammar.json_object"
+    with slowed(house.loaded, 0.02):
+        async for event in await api.responses.create(**ASK | {"max_output_tokens": 300}, text=form, stream=True):
+            if event.type == "response.created":
+                id_ = event.response.id.removeprefix("resp_")
+                [session] = [each for each in house.service.sessions.live if each.record.session_id == id_]
+                session.stop(InvalidRequest(f"{field} failed after 3 tokens: too slow", field=field))
+    assert event.type == "response.failed"
+    assert event.response.error.message == "text.format failed after 3 tokens: too slow"
 
 
 @pytest.mark.parametrize(

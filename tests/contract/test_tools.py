@@ -13,7 +13,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessage
 
-from tests.contract.conftest import House
+from outrider.protocol.errors import InvalidRequest
+from tests.contract.conftest import House, slowed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -159,6 +160,22 @@ async def test_an_agent_calls_two_tools_and_ends(api: AsyncOpenAI) -> None:
     assert transcripts[0] == transcripts[1]
     assert [part[0] for part in said if isinstance(part, tuple)] == ["get_weather", "add"]
     assert said[-1]
+
+
+@pytest.mark.parametrize("formatted", [False, True])
+async def test_an_error_in_a_stream_names_the_tools(api: AsyncOpenAI, house: House, formatted: bool) -> None:
+    body = ASK | ({"response_format": {"type": "json_object"}} if formatted else {})
+    name = "tools and response_format" if formatted else "tools"
+    field = "params.grammar.lark"
+
+    async def read() -> None:
+        async for chunk in await api.chat.completions.create(**body, stream=True, seed=3):
+            for session in house.service.sessions.live * bool(chunk.choices[0].delta.role):
+                session.stop(InvalidRequest(f"{field} failed after 3 tokens: too slow", field=field))
+
+    with slowed(house.loaded, 0.02), pytest.raises(openai.APIError) as caught:
+        await read()
+    assert (caught.value.param, caught.value.message) == (name, f"{name} failed after 3 tokens: too slow")
 
 
 LARGE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(6_000)}}

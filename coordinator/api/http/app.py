@@ -24,7 +24,7 @@ from coordinator.admission.waiting.urgency import TIMEOUT_HEADER, set_urgency, t
 from coordinator.api.http import pages
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.prompt_logprobs import echoed_prompts
-from coordinator.api.http.agents.replies import named_as_sent, plan_chat
+from coordinator.api.http.agents.replies import name_as_sent, plan_chat
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.agents.response_events import FIELDS, ResponseReplies, plan_response
 from coordinator.api.http.agents.tokenize import TokensApi
@@ -105,13 +105,13 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, ChatBody)
-        with named_as_sent(body, {}):
-            return await self._generate(request, body, plan_chat)
+        name_as_sent(body, {})
+        return await self._generate(request, body, plan_chat)
 
     async def respond(self, request: Request) -> Response:
         body = await read_body(request, ResponsesBody)
-        with named_as_sent(body.chat, FIELDS):
-            return await self._generate(request, body.chat, partial(plan_response, body))
+        name_as_sent(body.chat, FIELDS)
+        return await self._generate(request, body.chat, partial(plan_response, body))
 
     async def complete(self, request: Request) -> Response:
         return await self._generate(request, await read_body(request, CompletionBody), plan_completion)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -16,11 +15,11 @@ from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.agents.tool_grammar import grammar_of
 from coordinator.api.http.answer import input_of
+from coordinator.api.http.failures import FIELD_NAMES
 from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
-from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import Grammar
 from outrider.settings.coordinator import CoordinatorSettings
 
@@ -47,20 +46,12 @@ def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) ->
     return replace(request, params=replace(request.params, grammar=grammar)), manner
 
 
-@contextlib.contextmanager
-def named_as_sent(body: ChatBody, names: Mapping[str, str]) -> Iterator[None]:
-    """Name fields in refusals as the request does. A grammar was made of the tools, if any can be called."""
+def name_as_sent(body: ChatBody, names: Mapping[str, str]) -> None:
+    """Name fields in errors as the request does. A grammar was made of the tools, if any can be called."""
     if body.calls_required is not None:
         more = f" and {names.get('params.grammar', 'response_format')}" if body.formatted else ""
         names = {**names, "params.grammar": f"tools{more}"}
-    try:
-        yield
-    except InvalidRequest as error:
-        name = next((theirs for ours, theirs in names.items() if error.field.startswith(ours)), None)
-        if name is None:
-            raise
-        message = error.message.replace(error.field, name)
-        raise InvalidRequest(message, field=name, value=error.value, limit=error.limit) from error
+    FIELD_NAMES.set(names)
 
 
 def _grammar(body: ChatBody, manner: Manner, target: Target, answer: Grammar | None) -> Grammar | None:
