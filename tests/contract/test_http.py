@@ -15,6 +15,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
 
 from outrider.protocol.speculation import TokenKind
 from tests.cluster import ask, client, generate
@@ -301,6 +302,21 @@ async def test_an_answer_can_be_sent_back_as_it_came(api: AsyncOpenAI, model: st
         talk: list[Any] = [*CHAT, said, {"role": "user", "content": [{"type": "text", "text": "Go on."}]}]
         again = await api.chat.completions.create(model=model, messages=talk, max_tokens=4, temperature=0)
         assert again.choices[0].message.content
+
+
+class Thing(BaseModel):
+    ok: bool
+
+
+async def test_what_openais_client_made_of_an_answer_can_be_sent_back(api: AsyncOpenAI, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "messages": CHAT, "seed": 3, "response_format": Thing}
+    parsed = (await api.chat.completions.parse(**asked)).choices[0].message
+    async with api.chat.completions.stream(**asked) as stream:
+        streamed = (await stream.get_final_completion()).choices[0].message
+    for said in (parsed, streamed):
+        assert isinstance(said.parsed, Thing)
+        talk: list[Any] = [*CHAT, said.to_dict(mode="json", warnings=False)]  # as the client sends it
+        assert (await api.chat.completions.create(model=model, messages=talk, max_tokens=4)).choices
 
 
 async def test_what_only_labels_a_request_is_taken(api: AsyncOpenAI, model: str) -> None:

@@ -162,6 +162,18 @@ async def test_an_agent_calls_two_tools_and_ends(api: AsyncOpenAI) -> None:
     assert said[-1]
 
 
+async def test_a_streamed_call_can_be_sent_back(api: AsyncOpenAI) -> None:
+    function = TOOLS[0]["function"] | {"strict": True}
+    asked = ONE | {"tools": [{"type": "function", "function": function}], "seed": 3}
+    async with api.chat.completions.stream(**asked) as stream:
+        said = (await stream.get_final_completion()).choices[0].message
+    [call] = said.tool_calls or ()
+    assert call.function.parsed_arguments
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
+    again = await api.chat.completions.create(model="", messages=[*CHAT, said, result], max_tokens=4)
+    assert again.choices
+
+
 @pytest.mark.parametrize("formatted", [False, True])
 async def test_an_error_in_a_stream_names_the_tools(api: AsyncOpenAI, house: House, formatted: bool) -> None:
     body = ASK | ({"response_format": {"type": "json_object"}} if formatted else {})

@@ -59,6 +59,7 @@ class ToolChoice(Body):
 class CalledFunction(Body):
     name: _FunctionName
     arguments: str = Field(description="A JSON object.")
+    parsed_arguments: Annotated[Any, Field(description="Ignored: OpenAI's client adds it to answers.")] = None
 
     @property
     def values(self) -> dict[str, Any]:
@@ -73,6 +74,7 @@ class CalledFunction(Body):
 
 class ToolCall(Body):
     id: str = Field(max_length=OTHER)
+    index: Annotated[int | None, Field(description="Ignored: OpenAI's client leaves it in streamed answers.")] = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -81,13 +83,14 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = None
     reasoning_content: str | None = Field(None, description="Of an answer, for templates that show it.")
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     tool_call_id: str | None = Field(None, max_length=OTHER)
     name: str | None = Field(None, max_length=LONGEST["name"], description="Ignored: chat templates have no names.")
     # Fields of OpenAI's answers, so that an answer can be sent back unchanged.
     refusal: None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = Field(None, description="Ignored: OpenAI's client adds it to answers.")
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     provider_specific_fields: dict[str, Any] | None = Field(None, description="Ignored: LiteLLM adds it to answers.")
 
@@ -117,9 +120,8 @@ class Message(Body):
             plain["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             plain["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": name, "arguments": call.function.values}}
-                for call in self.tool_calls
-                if (name := call.function.name)
+                {"id": it.id, "type": it.type, "function": {"name": it.function.name, "arguments": it.function.values}}
+                for it in self.tool_calls
             ]
         if self.tool_call_id is not None:
             plain["tool_call_id"] = self.tool_call_id
@@ -129,7 +131,8 @@ class Message(Body):
 class ChatFields(Body):
     """Messages of a chat, and how they become a prompt."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    # One more than the items of a response, which may have instructions, too.
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES + 1, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_generation_prompt: bool = Field(True, description="The prompt ends where the assistant's answer begins.")
     continue_final_message: bool = Field(

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from coordinator.api.http.agents.bodies import MAX_MESSAGES
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 
 USER = {"role": "user", "content": "Hi."}
@@ -57,6 +58,15 @@ def test_the_items_of_an_answer_are_one_message() -> None:
 def test_what_cannot_follow_in_one_answer_begins_another(items: list[Any], fields: list[list[str]]) -> None:
     found = [message for message in messages(USER, *items) if message["role"] == "assistant"]
     assert [sorted(message.keys() - {"role"}) for message in found] == fields
+
+
+@pytest.mark.parametrize("item", [USER, call("a")], ids=["messages", "calls"])
+def test_as_many_items_as_are_taken_may_have_instructions(item: dict[str, Any]) -> None:
+    body = ResponsesBody.model_validate({"input": [item] * MAX_MESSAGES, "instructions": "Be short."})
+    assert len(body.chat.messages) == (MAX_MESSAGES + 1 if item is USER else 2)
+    with pytest.raises(ValidationError) as caught:
+        ResponsesBody.model_validate({"input": [item] * (MAX_MESSAGES + 1)})
+    assert {error["loc"][0] for error in caught.value.errors()} == {"input"}
 
 
 LABELS = '{"metadata": {"a": [%s]}}'
