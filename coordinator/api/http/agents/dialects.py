@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from coordinator.api.http.agents.bodies import ChatFields
 from coordinator.workers.target import Target
 
 THINK, THOUGHT = "<think>", "</think>"
+_TOOLS = re.compile(r"(?<![\w.'\"])tools\b(?!['\"])")  # the variable, and no field of messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def manner_of(target: Target, parser: str, body: ChatFields) -> Manner:
     if dialect is MISTRAL and "[ARGS]" in template:
         dialect = MISTRAL_ARGS
     thinks = THOUGHT in template
-    return Manner(dialect, "tools" in template, thinks, thinks and _opens_thinking(target, body))
+    return Manner(dialect, _TOOLS.search(template) is not None, thinks, thinks and _opens_thinking(target, body))
 
 
 def _by_template(template: str) -> Dialect:

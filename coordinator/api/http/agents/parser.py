@@ -85,10 +85,11 @@ class AnswerParser:
         parts = self.feed("")
         if self.calls and self._state in (_State.CALLS, _State.CALL):
             return parts  # what is left can only begin a further call
+        kind = PartKind.REASONING if self._state is _State.REASONING else PartKind.CONTENT
         if self._state is _State.CALL and not self._call.named:
-            self._say(self._opened + self._call.text)
+            self._emit(kind, self._opened + self._call.text)
         if self._state is not _State.CALLS or self._opened:
-            self._say(self._opened * (self._state is _State.CALLS) + self._text)
+            self._emit(kind, self._opened * (self._state is _State.CALLS) + self._text)
         if self._blank and not self.calls:
             self._parts.append(Part(PartKind.CONTENT, self._blank))
         return parts + self._parts
@@ -199,10 +200,6 @@ class AnswerParser:
             self._emit(PartKind.CONTENT, self._opened + self._call.text)
             self._opened, self._state = "", _State.CONTENT
         return True
-
-    def _say(self, text: str) -> None:
-        kind = PartKind.REASONING if self._state is _State.REASONING else PartKind.CONTENT
-        self._emit(kind, text)
 
     def _emit(self, kind: PartKind, text: str) -> None:
         if kind is PartKind.CONTENT and not self.said:

@@ -70,6 +70,20 @@ def test_a_template_that_fails_opens_no_thoughts() -> None:
     assert not manner_of(target_of(template), "auto", chat(**THOUGHTS)).thinking
 
 
+@pytest.mark.parametrize(
+    ("more", "knows"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{%- for tool in tools or [] %}{{ tool.name }}{% endfor %}", True),
+        ("{% if 'tools' in messages[0] %}{{ messages[0]['tools'] }}{{ messages[0].tools }}{% endif %}", False),
+        ("{{ builtin_tools }}", False),
+    ],
+)
+def test_a_template_knows_tools_that_it_takes_from_the_request(more: str, knows: bool) -> None:
+    """That of Phi-4-mini has them in a system message, which no request has."""
+    assert manner_of(target_of(QUESTION + more), "auto", chat()).knows_tools is knows
+
+
 def test_the_template_shows_the_dialect_unless_one_is_named() -> None:
     target = target_of(QWEN + "{# <tool_call> #}")
     assert manner_of(target, "auto", chat()).dialect is HERMES
