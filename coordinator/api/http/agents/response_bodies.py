@@ -31,6 +31,7 @@ class ItemText(Body):
     text: str
     annotations: list[Any] | None = Field(None, description="Ignored.")
     logprobs: list[Any] | None = Field(None, description="Ignored.")
+    parsed: Any = Field(None, description="Ignored: OpenAI's clients add it to answers.")
 
 
 _Texts = Annotated[list[ItemText], Field(max_length=chats.MAX_PARTS, fail_fast=True)]

@@ -13,7 +13,11 @@ from coordinator.api.http.agents.response_bodies import ResponsesBody
 
 USER = {"role": "user", "content": "Hi."}
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
-SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So.", "annotations": []}]}
+SAID: dict[str, Any] = {
+    "type": "message",
+    "role": "assistant",
+    "content": [{"type": "output_text", "text": "So.", "annotations": []}],
+}
 
 
 def call(id_: str) -> dict[str, Any]:
@@ -58,6 +62,12 @@ def test_the_items_of_an_answer_are_one_message() -> None:
 def test_what_cannot_follow_in_one_answer_begins_another(items: list[Any], fields: list[list[str]]) -> None:
     found = [message for message in messages(USER, *items) if message["role"] == "assistant"]
     assert [sorted(message.keys() - {"role"}) for message in found] == fields
+
+
+def test_items_that_a_client_has_parsed_are_taken() -> None:
+    [part] = SAID["content"]
+    said = SAID | {"content": [part | {"parsed": {"ok": True}}]}
+    assert messages(USER, said, call("a") | {"parsed_arguments": {}}) == messages(USER, SAID, call("a"))
 
 
 @pytest.mark.parametrize("item", [USER, call("a")], ids=["messages", "calls"])
