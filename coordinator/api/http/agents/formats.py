@@ -11,9 +11,9 @@ from coordinator.api.http.agents.dialects import THINK, Dialect
 from outrider.protocol.sampling_params import Grammar
 from outrider.speculation.grammar import WHITESPACE
 
-BLANK = r"/[ \n]{0,4}/"  # between thoughts and what follows
 _ESCAPED, _FOREIGN = re.compile(r"\\.|/", re.DOTALL), re.compile(r'"\$ref": "[^#]')
-_VALUES, _NAMED = ("const", "default", "enum", "examples"), ("$defs", "definitions", "patternProperties", "properties")
+_NAMED, _VALUES = ("$defs", "definitions", "patternProperties", "properties"), ("const", "enum")
+_NOTES = ("$comment", "default", "description", "examples", "title")
 # Where calls have no opener, an object with a field of arguments could be one.
 _NO_CALL = [{"$ref": "#/$defs/answer"}, {"properties": {"arguments": False, "parameters": False}}]
 
@@ -46,25 +46,25 @@ def guided(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _at(schema: Any, place: str) -> Any:
     """Return a schema for a place within another, without an id that its references do not need."""
-    return _moved({key: it for key, it in schema.items() if key != "$id" or _FOREIGN.search(json.dumps(schema))}, place)
+    return bare({key: it for key, it in schema.items() if key != "$id" or _FOREIGN.search(json.dumps(schema))}, place)
 
 
-def _moved(schema: Any, place: str, *, named: bool = False) -> Any:
-    """Return a part of a schema whose root has moved to another place: references begin there."""
+def bare(schema: Any, place: str = "#", *, named: bool = False) -> Any:
+    """Return a part of a schema without notes, which count for a grammar's size. References begin where its root is."""
     if isinstance(schema, dict):
         return {
             name: place + part[1:]
             if name == "$ref" and isinstance(part, str) and part[:2] in ("#", "#/")
             else part
             if name in _VALUES and not named
-            else _moved(part, place, named=name in _NAMED and not named)
+            else bare(part, place, named=name in _NAMED and not named)
             for name, part in schema.items()
+            if named or name not in _NOTES
         }
-    return [_moved(part, place) for part in schema] if isinstance(schema, list) else schema
+    return [bare(part, place) for part in schema] if isinstance(schema, list) else schema
 
 
 def call_starts(dialect: Dialect, names: Collection[str], *, formatted: bool) -> tuple[str, ...]:
     """Return the texts, without blanks, with which an answer of calls begins; none where calls may follow text."""
-    heads = [dialect.head(name) for name in names] if formatted else ["{"]
-    starts = [] if dialect.anywhere else ["".join(head.split()) for head in heads]
-    return tuple(filter(None, [dialect.opener] * (formatted or not dialect.anywhere) + starts))
+    heads = [] if dialect.anywhere else list(map(dialect.head, names)) if formatted else ["{"]
+    return tuple("".join(one.split()) for one in [dialect.opener] * (formatted or not dialect.anywhere) + heads if one)

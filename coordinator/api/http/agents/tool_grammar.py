@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from coordinator.api.http.agents.dialects import THINK, THOUGHT, Dialect, Manner
-from coordinator.api.http.agents.formats import BLANK, call_schema, guided, rule_of
+from coordinator.api.http.agents.formats import bare, call_schema, guided, rule_of
 from coordinator.workers.target import Target
 from outrider.protocol.sampling_params import Grammar
 
 MAX_CALLS = 16  # in one answer
-_TEXT = r"TEXT: /(.|\n)*/"
+BLANK = r"/[ \n]{0,4}/"  # between thoughts and what follows
 
 
 def grammar_of(
@@ -38,10 +38,10 @@ def grammar_of(
     start = ""
     if manner.thinking or (manner.thinks and not required):
         opened = "" if manner.thinking else rules.mark(THINK)
-        thoughts = f"{opened} {rules.after_text(THOUGHT)}"
-        start = f"({thoughts} {rules.blank})" + ("" if manner.thinking else "?")
+        start = f"({opened} {rules.after_text(THOUGHT)} {rules.blank})" + ("" if manner.thinking else "?")
     free = "" if required else f" | {rules.answer(manner)}"
-    return Grammar(lark="\n".join(["%llguidance {}", f"start: {start} ({calls}{free})", *rules.lines, _TEXT]))
+    lines = ["%llguidance {}", f"start: {start} ({calls}{free})", *rules.lines, r"TEXT: /(.|\n)*/"]
+    return Grammar(lark="\n".join(lines))
 
 
 class _Rules:
@@ -68,7 +68,7 @@ class _Rules:
         dialect = self._dialect
         each = []
         for number, (name, schema) in enumerate(tools.items()):
-            whole, head, tail = guided(dict(schema)), self._head(name), json.dumps(dialect.tail)
+            whole, head, tail = guided(bare(schema)), self._head(name), json.dumps(dialect.tail)
             if self._format and not dialect.anywhere:
                 whole, head, tail = call_schema(name, schema, dialect), "", ""
             self.lines.append(f"arguments_{number}: %json {json.dumps(whole)}")

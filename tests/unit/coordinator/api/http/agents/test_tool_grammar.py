@@ -11,7 +11,7 @@ from coordinator.api.http.agents.dialects import HERMES, JSON, LLAMA3, MISTRAL, 
 from coordinator.api.http.agents.tool_grammar import MAX_CALLS, grammar_of
 from coordinator.workers.target import Target
 from outrider.models.tokenizer import tokenizer_json
-from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.sampling_params import Grammar, SamplingParams
 from outrider.speculation.grammar import GrammarCompiler
 from outrider.testing.toy_models import byte_tokenizer
 
@@ -69,6 +69,23 @@ def test_calls_follow_their_schema(name: str, tokens: bool) -> None:
             dialect.write("get_rain", {}),
         ):
             assert not allows(tokens, dialect, bad, required=required)[1], bad
+
+
+@pytest.mark.parametrize("answer", [None, Grammar(json_object=True)], ids=["text", "formatted"])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_what_schemas_tell_people_takes_no_room(name: str, answer: Grammar | None) -> None:
+    note = {"title": "x" * 9_000, "description": "y" * 40_000, "default": "z" * 20_000, "examples": [], "$comment": ""}
+    plain = {"title": {"type": "string"}, "default": {"enum": ["", note["title"][:9]], "const": note["title"][:9]}}
+    noted = {each: schema | note for each, schema in plain.items()}
+    sizes = []
+    for fields in (plain, noted):
+        tool = {"type": "object", "properties": fields, "required": ["title", "default"]}
+        manner, target = Manner(DIALECTS[name], True), TARGETS[False]
+        tools = {"f": tool | (note if fields is noted else {})}
+        grammar = grammar_of(tools, manner, target, required=False, parallel=True, answer=answer)
+        target.grammars.compile(SamplingParams(grammar=grammar))
+        sizes.append(len(grammar.text))
+    assert sizes[0] == sizes[1] < 2_000
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
