@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.api.http.agents.bodies import ChatFields
+from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -64,15 +64,14 @@ class Manner:
     thinking: bool = False  # the prompt ends in <think>
 
 
-def manner_of(target: Target, parser: str, body: ChatFields) -> Manner:
-    """Return the manner that the chat template shows for such a body; `parser` may name its dialect."""
+def manner_of(target: Target, parser: str) -> Manner:
+    """Return the manner that the chat template shows; `parser` may name its dialect."""
     tokenizer = target.tokenizer
     template = str(tokenizer.get_chat_template(None, tools=[{}])) if tokenizer.chat_template else ""
     dialect = _by_template(template) if parser == "auto" else _BY_NAME[parser]
     if dialect is MISTRAL and "[ARGS]" in template:
         dialect = MISTRAL_ARGS
-    thinks = THOUGHT in template
-    return Manner(dialect, _TOOLS.search(template) is not None, thinks, thinks and _opens_thinking(target, body))
+    return Manner(dialect, _TOOLS.search(template) is not None, THOUGHT in template)
 
 
 def _by_template(template: str) -> Dialect:
@@ -85,10 +84,11 @@ def _by_template(template: str) -> Dialect:
     return JSON
 
 
-def _opens_thinking(target: Target, body: ChatFields) -> bool:
-    chat, opens = [{"role": "user", "content": "?"}], body.add_generation_prompt
+def opens_thinking(target: Target, chat: Chat) -> bool:
+    """Return whether the prompt of a chat ends in the mark of thoughts. Templates may look for that in its messages."""
+    messages, tools, more = [*chat.messages], [*chat.tools] or None, {"tokenize": False, **chat.variables}
     try:
-        text = target.tokenizer.apply_chat_template(chat, add_generation_prompt=opens, tokenize=False, **body.variables)
-    except Exception:  # templates are programs; the request's own chat shows whether this one works
+        text = target.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **more)
+    except Exception:  # templates are programs; the request is refused when its prompt is made
         return False
     return str(text).rstrip().endswith(THINK)

@@ -10,7 +10,7 @@ from itertools import groupby
 from coordinator.api.http import responses
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.chat_replies import ChatReplies
-from coordinator.api.http.agents.dialects import THINK, THOUGHT, Manner, manner_of
+from coordinator.api.http.agents.dialects import THINK, THOUGHT, Manner, manner_of, opens_thinking
 from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.agents.tool_grammar import grammar_of
@@ -36,12 +36,12 @@ def plan_chat(body: ChatBody, target: Target, settings: CoordinatorSettings) -> 
 
 def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) -> tuple[ClientRequest, Manner]:
     """Return the input of a chat, and the form of its answers."""
-    manner = manner_of(target, settings.tool_parser, body)
+    manner = manner_of(target, settings.tool_parser)
     tools = (body.tools or ()) if body.calls_required is not None else ()
-    request = input_of(body, chat=chat_of(body, tools, manner))
+    request = input_of(body, chat=(chat := chat_of(body, tools, manner)))
     answer = request.params.grammar
     thinks = manner.thinks and body.add_generation_prompt and (body.calls_required is not None or answer is None)
-    manner = replace(manner, thinks=thinks, thinking=thinks and manner.thinking)
+    manner = replace(manner, thinks=thinks, thinking=thinks and opens_thinking(target, chat))
     grammar = _grammar(body, manner, target, answer)
     return replace(request, params=replace(request.params, grammar=grammar)), manner
 

@@ -63,8 +63,8 @@ class TokensApi:
 
     def _tokenized(self, body: TokenizeBody, target: Target) -> Response:
         if isinstance(body, TokenizeChatBody):
-            manner = manner_of(target, self._settings.tool_parser, body)
-            request = ClientRequest(SamplingParams(), chat=chat_of(body, body.tools or (), manner))
+            chat = chat_of(body, body.tools or (), manner_of(target, self._settings.tool_parser))
+            request = ClientRequest(SamplingParams(), chat=chat)
             tokens = list(prompt_tokens(request, target, self._limit))
         else:
             check_count("prompt", len(body.prompt.encode()), self._limit, "bytes")

@@ -10,8 +10,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.dialects import HERMES, JSON, manner_of
+from coordinator.api.http.agents.dialects import HERMES, JSON, Manner, manner_of
+from coordinator.api.http.agents.replies import chat_input
 from coordinator.workers.target import Target
+from outrider.settings.coordinator import CoordinatorSettings
 
 QUESTION = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
 QWEN = QUESTION + (
@@ -22,6 +24,16 @@ QWEN = QUESTION + (
 DEEPSEEK = QUESTION + (
     "{% if add_generation_prompt %}<assistant>{% if thinking %}<think>{% else %}</think>{% endif %}{% endif %}"
 )
+# As of Nemotron Nano 2, whose thoughts a message turns off.
+NEMOTRON = QUESTION + (
+    "{% if add_generation_prompt %}<assistant>{% if '/no_think' in messages[0]['content'] %}<think></think>"
+    "{% else %}<think>\n{% endif %}{% endif %}"
+)
+# As of DeepSeek R1, which goes on after the result of a tool.
+R1 = QUESTION + "</think>{% if messages[-1]['role'] != 'tool' %}<assistant><think>\n{% endif %}{# {{ tools }} #}"
+OFF = {"messages": [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "Hi."}]}
+CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}
+RESULT = {"messages": [{"role": "user", "content": "?"}, CALLED, {"role": "tool", "tool_call_id": "a", "content": "1"}]}
 NO_PROMPT = {"add_generation_prompt": False}
 NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
 THOUGHTS = {"chat_template_kwargs": {"thinking": True}}
@@ -37,6 +49,11 @@ def chat(**more: Any) -> ChatBody:
     return ChatBody.model_validate({"messages": [{"role": "user", "content": "Hi."}]} | more)
 
 
+def manner_for(template: str, **more: Any) -> Manner:
+    settings = cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto"))
+    return chat_input(chat(**more), target_of(template), settings)[1]
+
+
 @pytest.mark.parametrize(
     ("template", "more", "thinking"),
     [
@@ -50,24 +67,28 @@ def chat(**more: Any) -> ChatBody:
         (DEEPSEEK, THOUGHTS, True),
         (DEEPSEEK, {"chat_template_kwargs": {"thinking": False}}, False),
         (DEEPSEEK, THOUGHTS | NO_PROMPT, False),
+        (NEMOTRON, {}, True),
+        (NEMOTRON, OFF, False),
+        (R1, {}, True),
+        (R1, RESULT, False),
     ],
 )
 def test_a_request_says_whether_its_prompt_opens_the_thoughts(
     template: str, more: dict[str, Any], thinking: bool
 ) -> None:
-    manner = manner_of(target_of(template), "auto", chat(**more))
-    assert (manner.thinks, manner.thinking) == (True, thinking)
+    manner = manner_for(template, **more)
+    assert (manner.thinks, manner.thinking) == ("add_generation_prompt" not in more, thinking)
 
 
 def test_a_template_without_thoughts_opens_none() -> None:
     template = QUESTION + "{% if add_generation_prompt %}<assistant><think>{% endif %}"
-    assert not manner_of(target_of(template), "auto", chat(**THOUGHTS)).thinking
+    assert not manner_for(template, **THOUGHTS).thinking
 
 
 def test_a_template_that_fails_opens_no_thoughts() -> None:
     template = "{% if thinking %}{{ raise_exception('no') }}{% endif %}</think><think>"
-    assert manner_of(target_of(template), "auto", chat()).thinking
-    assert not manner_of(target_of(template), "auto", chat(**THOUGHTS)).thinking
+    assert manner_for(template).thinking
+    assert not manner_for(template, **THOUGHTS).thinking
 
 
 @pytest.mark.parametrize(
@@ -81,10 +102,10 @@ def test_a_template_that_fails_opens_no_thoughts() -> None:
 )
 def test_a_template_knows_tools_that_it_takes_from_the_request(more: str, knows: bool) -> None:
     """That of Phi-4-mini has them in a system message, which no request has."""
-    assert manner_of(target_of(QUESTION + more), "auto", chat()).knows_tools is knows
+    assert manner_of(target_of(QUESTION + more), "auto").knows_tools is knows
 
 
 def test_the_template_shows_the_dialect_unless_one_is_named() -> None:
     target = target_of(QWEN + "{# <tool_call> #}")
-    assert manner_of(target, "auto", chat()).dialect is HERMES
-    assert manner_of(target, "json", chat()).dialect is JSON
+    assert manner_of(target, "auto").dialect is HERMES
+    assert manner_of(target, "json").dialect is JSON
