@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from coordinator.api.http.bodies import Body, ChatOptions, TokenId
 from outrider.protocol.field_limits import LONGEST, OTHER
 
-MAX_MESSAGES = 1_000
+MAX_MESSAGES = 1_000  # besides the instructions of a response
 MAX_PARTS = 1_000
 MAX_TOOLS = 128
 _FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
@@ -131,7 +131,6 @@ class Message(Body):
 class ChatFields(Body):
     """Messages of a chat, and how they become a prompt."""
 
-    # One more than the items of a response, which may have instructions, too.
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES + 1, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_generation_prompt: bool = Field(True, description="The prompt ends where the assistant's answer begins.")

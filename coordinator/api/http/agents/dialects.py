@@ -62,6 +62,7 @@ class Manner:
     knows_tools: bool  # its chat template describes tools
     thinks: bool = False  # it may begin with <think>
     thinking: bool = False  # the prompt ends in <think>
+    several: bool = True  # calls in one answer: Llama 3's template raises an error when they are sent back
 
 
 def manner_of(target: Target, parser: str) -> Manner:
@@ -71,7 +72,8 @@ def manner_of(target: Target, parser: str) -> Manner:
     dialect = _by_template(template) if parser == "auto" else _BY_NAME[parser]
     if dialect is MISTRAL and "[ARGS]" in template:
         dialect = MISTRAL_ARGS
-    return Manner(dialect, _TOOLS.search(template) is not None, THOUGHT in template)
+    knows_tools, several = _TOOLS.search(template) is not None, "single tool-calls" not in template
+    return Manner(dialect, knows_tools, THOUGHT in template, several=several)
 
 
 def _by_template(template: str) -> Dialect:

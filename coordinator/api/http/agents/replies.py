@@ -59,7 +59,7 @@ def _grammar(body: ChatBody, manner: Manner, target: Target, answer: Grammar | N
     if required is None:
         return answer
     schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.callable_tools}
-    parallel = body.parallel_tool_calls is not False and body.tool_choice in (None, "auto", "required")
+    parallel = manner.several and body.parallel_tool_calls is not False and isinstance(body.tool_choice, str | None)
     return grammar_of(schemas, manner, target, required=required, parallel=parallel, answer=answer)
 
 

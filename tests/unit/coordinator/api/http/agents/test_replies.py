@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.output import SessionOutput
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.speculation import TokenKind
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.toy_models import byte_tokenizer
@@ -128,6 +130,30 @@ def test_what_the_grammar_constrains_as_a_call_is_read_as_one(continued: bool, f
     kinds = [part.kind for part in parser.feed(good) + parser.end()]
     assert allowed == [True, PartKind.CALL not in kinds]
     assert (PartKind.REASONING in kinds) is not continued
+
+
+ONE_CALL = (
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if not m.tool_calls | length == 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}{{ m.tool_calls[0] }}"
+    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}<|python_tag|>{{ tools }}"
+)
+
+
+@pytest.mark.parametrize("template", [ONE_CALL, ONE_CALL.replace("single tool-calls", "").replace("== 1", "> 0")])
+def test_an_answer_has_no_more_calls_than_its_template_takes_back(template: str) -> None:
+    target, settings = target_of(tokens=False), cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto"))
+    target.tokenizer.chat_template = template
+    for count in (1, 2):
+        request, manner = chat_input(chat(tools=TOOLS), target, settings)
+        text = manner.dialect.between.join([manner.dialect.write("f", {})] * count)
+        allowed = target.grammars.compile(request.params).count_allowed(list(target.encode(text)))
+        called = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [called] * count}]
+        again, _ = chat_input(chat(messages=talk, tools=TOOLS), target, settings)
+        with nullcontext() if allowed == len(text) else pytest.raises(InvalidRequest, match="single tool-calls"):
+            assert again.chat is not None
+            assert target.encode_chat(again.chat)
+        assert allowed == len(text) or (template, count) == (ONE_CALL, 2)
 
 
 @pytest.mark.parametrize("whole", [True, False])
