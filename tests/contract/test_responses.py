@@ -213,6 +213,15 @@ async def test_a_stream_that_fails_says_so(api: AsyncOpenAI, house: House) -> No
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
+async def test_what_exceeds_the_context_has_the_code_that_agents_know(api: AsyncOpenAI) -> None:
+    text = "a" * 3_000
+    chat = api.chat.completions.create(model="", messages=[{"role": "user", "content": text}])
+    for asked, field in ((chat, "messages"), (api.responses.create(model="", input=text), "input")):
+        with pytest.raises(openai.BadRequestError, match=f"{field} is [0-9]+ tokens") as caught:
+            await asked
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", field)
+
+
 async def test_a_stream_that_fails_names_the_field_of_its_request(api: AsyncOpenAI, house: House) -> None:
     form: Any = {"format": {"type": "json_object"}}
     field = "params.grammar.json_object"

@@ -105,7 +105,7 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, ChatBody)
-        name_as_sent(body, {})
+        name_as_sent(body, {"prompt": "messages"})
         return await self._generate(request, body, plan_chat)
 
     async def respond(self, request: Request) -> Response:
