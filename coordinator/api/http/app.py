@@ -24,9 +24,9 @@ from coordinator.admission.waiting.urgency import TIMEOUT_HEADER, set_urgency, t
 from coordinator.api.http import pages
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.prompt_logprobs import echoed_prompts
-from coordinator.api.http.agents.replies import name_as_sent, plan_chat
+from coordinator.api.http.agents.replies import plan_chat
 from coordinator.api.http.agents.response_bodies import ResponsesBody
-from coordinator.api.http.agents.response_events import FIELDS, ResponseReplies, plan_response
+from coordinator.api.http.agents.response_events import ResponseReplies, plan_response
 from coordinator.api.http.agents.tokenize import TokensApi
 from coordinator.api.http.answer import requests_of, start_answer
 from coordinator.api.http.bodies import CompletionBody, read_body
@@ -104,13 +104,10 @@ class Api:
     # Generation.
 
     async def chat(self, request: Request) -> Response:
-        body = await read_body(request, ChatBody)
-        name_as_sent(body, {"prompt": "messages"})
-        return await self._generate(request, body, plan_chat)
+        return await self._generate(request, await read_body(request, ChatBody), plan_chat)
 
     async def respond(self, request: Request) -> Response:
         body = await read_body(request, ResponsesBody)
-        name_as_sent(body.chat, FIELDS)
         return await self._generate(request, body.chat, partial(plan_response, body))
 
     async def complete(self, request: Request) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from contextvars import ContextVar
 from reprlib import Repr
 
@@ -20,7 +19,7 @@ _BRANCH = re.compile(r"(str|int)$|constrained-|[A-Z]|.*\[")  # names that pydant
 _CLASS = re.compile(" or instance of .*")
 _GRAMMAR = re.compile(r"params\.grammar(\.\w+)?")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
-FIELD_NAMES = ContextVar[Mapping[str, str]]("field names")  # of the current request, by their names in gRPC
+FIELD_NAMES = ContextVar[dict[str, str]]("field names")  # of the current request, by their names in gRPC
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _SERVER = 500
 _RETRY_AFTER_MS = {429: 1000, 503: 2000, 504: 1000}  # for errors without a time
@@ -33,8 +32,7 @@ def body_of(error: OutriderError, status: int | None = None) -> Error:
     status = status or error.http_status
     kind = _TYPES.get(status, "invalid_request_error" if status < _SERVER else "server_error")
     code = "model_not_found" if error.field == "model" and status == 404 else _CODES.get(status, error.code)
-    named = FIELD_NAMES.get({}).items()
-    name = next((theirs for ours, theirs in named if error.field.startswith(ours)), error.field)
+    name = next((it for grpc_name, it in FIELD_NAMES.get({}).items() if error.field.startswith(grpc_name)), error.field)
     message, param = _in_http_terms(error.message.replace(error.field, name)), _in_http_terms(name) or None
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -28,6 +28,7 @@ _ID_CHARACTERS = 9  # of a call's id: chat templates of Mistral accept no other 
 
 def plan_chat(body: ChatBody, target: Target, settings: CoordinatorSettings) -> tuple[list[ClientRequest], ChatReplies]:
     """Return the input of a chat, and the formatter of its replies."""
+    name_as_sent(body, {"prompt": "messages"})
     request, manner = chat_input(body, target, settings)
     if body.calls_required is None and not manner.thinks:
         return [request], ChatReplies(body, target, target.served_name)
@@ -46,7 +47,7 @@ def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) ->
     return replace(request, params=replace(request.params, grammar=grammar)), manner
 
 
-def name_as_sent(body: ChatBody, names: Mapping[str, str]) -> None:
+def name_as_sent(body: ChatBody, names: dict[str, str]) -> None:
     """Name fields in errors as the request does. A grammar was made of the tools, if any can be called."""
     if body.calls_required is not None:
         more = f" and {names.get('params.grammar', 'response_format')}" if body.formatted else ""

@@ -10,7 +10,7 @@ from typing import Any
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.dialects import Manner
 from coordinator.api.http.agents.parser import Part, PartKind
-from coordinator.api.http.agents.replies import AnswerReader, call_id, chat_input
+from coordinator.api.http.agents.replies import AnswerReader, call_id, chat_input, name_as_sent
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.agents.response_types import ModelResponse
 from coordinator.api.http.answer import progress
@@ -24,7 +24,7 @@ from outrider.settings.coordinator import CoordinatorSettings
 
 Json = dict[str, Any]
 
-FIELDS = {  # of responses, by their names in gRPC
+_FIELDS = {  # of responses, by their names in gRPC
     "params.grammar": "text.format",
     "params.max_tokens": "max_output_tokens",
     "chat.messages": "input",
@@ -50,6 +50,7 @@ def plan_response(
     body: ResponsesBody, chat: ChatBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], ResponseReplies]:
     """Return the input of a response, and the formatter of its replies."""
+    name_as_sent(chat, _FIELDS)
     request, manner = chat_input(chat, target, settings)
     return [request], ResponseReplies(body, target, target.served_name, manner)
 
