@@ -72,7 +72,8 @@ def manner_of(target: Target, parser: str) -> Manner:
     dialect = _by_template(template) if parser == "auto" else _BY_NAME[parser]
     if dialect is MISTRAL and "[ARGS]" in template:
         dialect = MISTRAL_ARGS
-    knows_tools, several = _TOOLS.search(template) is not None, "single tool-calls" not in template
+    several, told = "single tool-calls" not in template, parser != "auto" or dialect is not JSON
+    knows_tools = told and _TOOLS.search(template) is not None  # in another form, calls could not be read
     return Manner(dialect, knows_tools, THOUGHT in template, several=several)
 
 

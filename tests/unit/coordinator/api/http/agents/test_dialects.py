@@ -30,7 +30,10 @@ NEMOTRON = QUESTION + (
     "{% else %}<think>\n{% endif %}{% endif %}"
 )
 # As of DeepSeek R1, which goes on after the result of a tool.
-R1 = QUESTION + "</think>{% if messages[-1]['role'] != 'tool' %}<assistant><think>\n{% endif %}{# {{ tools }} #}"
+R1 = (
+    QUESTION
+    + "</think>{% if messages[-1]['role'] != 'tool' %}<assistant><think>\n{% endif %}{# {{ tools }} <tool_call> #}"
+)
 OFF = {"messages": [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "Hi."}]}
 CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}
 RESULT = {"messages": [{"role": "user", "content": "?"}, CALLED, {"role": "tool", "tool_call_id": "a", "content": "1"}]}
@@ -94,15 +97,24 @@ def test_a_template_that_fails_opens_no_thoughts() -> None:
 @pytest.mark.parametrize(
     ("more", "knows"),
     [
-        ("{% if tools %}{{ tools | tojson }}{% endif %}", True),
-        ("{%- for tool in tools or [] %}{{ tool.name }}{% endfor %}", True),
-        ("{% if 'tools' in messages[0] %}{{ messages[0]['tools'] }}{{ messages[0].tools }}{% endif %}", False),
-        ("{{ builtin_tools }}", False),
+        ("{% if tools %}{{ tools | tojson }}{% endif %}<tool_call>", True),
+        ("{%- for tool in tools or [] %}{{ tool.name }}{% endfor %}[TOOL_CALLS]", True),
+        (
+            "<tool_call>{% if 'tools' in messages[0] %}{{ messages[0]['tools'] + messages[0].tools }}{% endif %}",
+            False,
+        ),
+        ("{{ builtin_tools }}<tool_call>", False),
     ],
 )
 def test_a_template_knows_tools_that_it_takes_from_the_request(more: str, knows: bool) -> None:
     """That of Phi-4-mini has them in a system message, which no request has."""
     assert manner_of(target_of(QUESTION + more), "auto").knows_tools is knows
+
+
+def test_a_template_whose_form_of_calls_is_unknown_does_not_tell_of_tools() -> None:
+    """The target would write calls as Granite does, and be held to another form, of which it was told nothing."""
+    granite = target_of(QUESTION + "{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|tool_call|>[]")
+    assert [manner_of(granite, parser).knows_tools for parser in ("auto", "json", "hermes")] == [False, True, True]
 
 
 def test_the_template_shows_the_dialect_unless_one_is_named() -> None:
