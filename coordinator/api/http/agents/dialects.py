@@ -62,7 +62,8 @@ class Manner:
     knows_tools: bool  # its chat template describes tools
     thinks: bool = False  # it may begin with <think>
     thinking: bool = False  # the prompt ends in <think>
-    several: bool = True  # calls in one answer: Llama 3's template raises an error when they are sent back
+    several: bool = True  # calls in one answer: some templates raise errors for them, or for their results
+    system: bool = True  # messages: Gemma's template raises an error for them
 
 
 def manner_of(target: Target, parser: str) -> Manner:
@@ -72,9 +73,10 @@ def manner_of(target: Target, parser: str) -> Manner:
     dialect = _by_template(template) if parser == "auto" else _BY_NAME[parser]
     if dialect is MISTRAL and "[ARGS]" in template:
         dialect = MISTRAL_ARGS
-    several, told = "single tool-calls" not in template, parser != "auto" or dialect is not JSON
-    knows_tools = told and _TOOLS.search(template) is not None  # in another form, calls could not be read
-    return Manner(dialect, knows_tools, THOUGHT in template, several=several)
+    told = parser != "auto" or dialect is not JSON  # in another form, calls could not be read
+    knows_tools = told and _TOOLS.search(template) is not None
+    several = "single tool-calls" not in template and (knows_tools or "roles must alternate" not in template)
+    return Manner(dialect, knows_tools, THOUGHT in template, several=several, system="System role not" not in template)
 
 
 def _by_template(template: str) -> Dialect:

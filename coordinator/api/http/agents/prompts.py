@@ -23,16 +23,16 @@ def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner) -> Chat:
     if not manner.knows_tools:
         messages = _in_words(messages, manner.dialect)
         if described:
-            messages = _instructed(messages, described, manner.dialect)
+            messages = _instructed(messages, described, manner)
         described = []
     return Chat(messages, described, body.add_generation_prompt, body.continue_final_message, body.variables)
 
 
-def _instructed(messages: list[dict[str, Any]], tools: Sequence[Any], dialect: Dialect) -> list[dict[str, Any]]:
-    """Add instructions to the system message, or one with them."""
+def _instructed(messages: list[dict[str, Any]], tools: Sequence[Any], manner: Manner) -> list[dict[str, Any]]:
+    """Add instructions to the system message, or one with them; to the first message if there can be none."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = _INSTRUCTIONS.format(tools=lines, form=dialect.write("NAME", {"PARAMETER": "VALUE"}))
-    if messages[0]["role"] == "system":
+    text = _INSTRUCTIONS.format(tools=lines, form=manner.dialect.write("NAME", {"PARAMETER": "VALUE"}))
+    if messages[0]["role"] == "system" or not manner.system:
         first = messages[0] | {"content": f"{messages[0]['content']}\n\n{text}".lstrip()}
         return [first, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]

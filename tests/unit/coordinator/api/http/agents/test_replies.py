@@ -156,6 +156,30 @@ def test_an_answer_has_no_more_calls_than_its_template_takes_back(template: str)
         assert allowed == len(text) or (template, count) == (ONE_CALL, 2)
 
 
+GEMMA = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+)
+
+
+def test_tools_are_told_in_the_first_message_where_none_of_the_system_may_be() -> None:
+    target, settings = target_of(tokens=False), cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto"))
+    target.tokenizer.chat_template = GEMMA
+    request, manner = chat_input(chat(tools=TOOLS), target, settings)
+    assert request.chat is not None
+    prompt = target.decode(target.encode_chat(request.chat))
+    assert prompt.startswith("<user>Hi.\n\nYou can call these functions.")
+    two = manner.dialect.between.join([manner.dialect.write("f", {})] * 2)
+    assert target.grammars.compile(request.params).count_allowed(list(target.encode(two))) < len(two)
+    call = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+    answered = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "1"}]
+    again, _ = chat_input(chat(messages=[{"role": "user", "content": "Hi."}, *answered], tools=TOOLS), target, settings)
+    assert again.chat is not None
+    assert target.decode(target.encode_chat(again.chat)).endswith("<user>Result of f:\n1\n")
+
+
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
     ("thinking", "text", "count"),
