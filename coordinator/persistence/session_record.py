@@ -60,13 +60,9 @@ class SessionRequest:
     speculation: SpeculationOptions = field(default=SpeculationOptions(), metadata={KEY: "wish"})
     cache_salt: str = ""
     drawn_seed: bool = field(default=False, compare=False, metadata={KEY: ""})  # the client gave none; not stored
-    nonce: str = field(default="", compare=False)  # of the session that this request started, see `seeds`
 
     def to_json(self) -> str:
-        kept = to_plain(self)
-        if not self.nonce:
-            del kept["nonce"]  # releases without it digest the same text for an idempotency key
-        return json.dumps(kept)
+        return json.dumps(to_plain(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SessionRequest:
@@ -89,7 +85,7 @@ class SessionRequest:
         _check_type("params.stop", str, *params.stop)
         if params.grammar is not None:
             _check_type("params.grammar", str, params.grammar.json_schema, params.grammar.regex, params.grammar.lark)
-        _check_type("cache_salt", str, self.cache_salt, self.nonce)
+        _check_type("cache_salt", str, self.cache_salt)
         self.speculation.check()
 
 

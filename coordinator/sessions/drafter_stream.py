@@ -11,7 +11,7 @@ from coordinator.control.throughput_model import OPEN_NODES, SpeculationPlan
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.hidden_states.earlier_states import EarlierProgress
 from coordinator.sessions.hidden_states.window import HiddenStateWindow
-from coordinator.sessions.seeds import drafter_params
+from coordinator.sessions.seeds import worker_params
 from coordinator.sessions.streams import WorkerStream
 from coordinator.workers.worker_connection import WorkerConnection
 from outrider.observability.tracing import Span
@@ -104,7 +104,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
             epoch=record.epoch,
             tokens=[*request.prompt, *record.tokens],
             prompt_length=len(request.prompt),
-            params=convert.params_to_proto(drafter_params(record, source)),
+            params=convert.params_to_proto(worker_params(request.params)),
             steer=convert.draft_steering_to_proto(plan.for_drafter()),
             vocab_size=target.vocab_size,
             cache_salt=request.cache_salt,

@@ -26,7 +26,6 @@ from coordinator.persistence.write_behind import WriteBehind
 from coordinator.sessions.drafting import DraftingContext
 from coordinator.sessions.hidden_states.delivery import ProjectionDelivery
 from coordinator.sessions.resumption import append_tail, check_position, finish_ended
-from coordinator.sessions.seeds import draw_nonce
 from coordinator.sessions.session import Session, SessionContext
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.registrations import Registrations
@@ -151,12 +150,8 @@ class SessionManager:
             self.admit(len(request.prompt))
         # Prefix caches of this tenant are kept apart from those of other tenants.
         salt = request.cache_salt if self._settings.share_prefixes else tenant().salt(request.cache_salt)
-        record = SessionRecord(
-            secrets.token_hex(12),
-            replace(request, cache_salt=salt, nonce=draw_nonce()),
-            model=target.identity,
-            tenant=tenant().id,
-        )
+        salted = replace(request, cache_salt=salt)
+        record = SessionRecord(secrets.token_hex(12), salted, model=target.identity, tenant=tenant().id)
         session = Session(record, target, self._context)
         # Stored before the first await, so that a second request with the same key finds it.
         self._sessions[record.session_id] = session

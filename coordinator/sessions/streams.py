@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError, Message
 
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.hidden_states.earlier_states import EarlierReply
-from coordinator.sessions.seeds import verifier_params
+from coordinator.sessions.seeds import worker_params
 from coordinator.sessions.verdicts import Refusal, SentMessages, VerdictReader
 from coordinator.workers.liveness import VerdictDeadline
 from coordinator.workers.worker_connection import WorkerConnection, worker_error
@@ -132,7 +132,7 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
             epoch=record.epoch,
             tokens=[*request.prompt, *record.tokens],
             prompt_length=len(request.prompt),
-            params=convert.params_to_proto(verifier_params(record)),
+            params=convert.params_to_proto(worker_params(request.params)),
             steer=convert.verify_steering_to_proto(VerifySteering(0, states=states.states, plain_steps=PLAIN_STEPS)),
             hidden_states=bool(states.hidden_states),
             cache_salt=request.cache_salt,

@@ -70,9 +70,7 @@ def request_that_ends(by: str, whole: Output, eos: int) -> pb.GenerateRequest:
 @pytest.mark.parametrize("by", ENDS)
 async def test_an_output_that_had_ended_is_not_run_on(house: House, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client has all of it, the record lacks the end: the reason, the text and the counts are as they were."""
-    monkeypatch.setattr(
-        "coordinator.sessions.session_manager.draw_nonce", lambda: "the same"
-    )  # two texts are to begin alike
+    monkeypatch.setattr("coordinator.sessions.seeds.draw_seed", lambda: 4)  # two texts are to begin alike
     eos = house.service.sessions.targets.named("").info.eos_token_ids[0]
     async with client(house.coordinator) as stub:
         plain = ask(PROMPT, seed=4, max_tokens=60, verification=common.VERIFICATION_REJECTION, gamma=0, ignore_eos=True)
@@ -182,16 +180,15 @@ async def test_an_answer_that_cannot_be_drawn_again_is_stored_before_its_end_is_
 
 
 @pytest.mark.parametrize("mode", [common.VERIFICATION_REJECTION, common.VERIFICATION_BLOCK])
-async def test_a_session_under_rejection_has_noise_of_its_own_and_keeps_it(house: House, mode: int) -> None:
+async def test_a_session_under_rejection_has_noise_of_its_own_and_keeps_its_tokens(house: House, mode: int) -> None:
     request = ask(PROMPT, seed=4, max_tokens=40, ignore_eos=True, verification=mode, gamma=0)
     async with client(house.coordinator) as stub:
         one, other = [await generate(stub, request) for _ in range(2)]
         assert one.token_ids != other.token_ids, "begun twice, drawn twice"
-        nonce = house.service.sessions.ended.recent[one.session_id].request.nonce
         await lose_the_end(house, one.session_id, 10)
         resume = pb.ResumeRequest(session_id=one.session_id, from_position=10, tail=one.token_ids[:10])
         await follow(stub.Resume(resume, timeout=10), Output(token_ids=one.token_ids[:10]))
-    assert house.service.sessions.ended.recent[one.session_id].request.nonce == nonce
+    assert house.service.sessions.ended.recent[one.session_id].tokens[:10] == one.token_ids[:10]
 
 
 async def test_another_seed_makes_another_request(house: House) -> None:

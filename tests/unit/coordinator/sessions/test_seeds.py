@@ -1,19 +1,28 @@
-"""The noise under rejection and block is a session's own: a drafter that remembers answers learns nothing of it."""
+"""The noise under rejection and block is a stream's own: a drafter that remembers answers learns nothing of it."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from coordinator.control.estimator import PairEstimate
+from coordinator.control.throughput_model import PLAIN
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.sessions import seeds
+from coordinator.sessions.drafter_stream import DrafterStream
+from coordinator.sessions.streams import VerifierStream
+from outrider.observability.tracing import NO_SPAN
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import WHOLE, Distribution
+from outrider.protocol.speculation import WHOLE, Distribution, VerifySteering
 from outrider.speculation.acceptance import SeededNoise
 from tests.unit.outrider.speculation import rules
 from tests.unit.outrider.speculation.test_exactness import LOWEST_P, chi_square
@@ -25,17 +34,16 @@ REQUESTS = 600
 RULES = {Verification.REJECTION: rules.rejection, Verification.BLOCK: rules.block}
 
 Path = tuple[int, ...]
-Seeded = Callable[[SessionRecord], SamplingParams]
+Seeded = Callable[[SamplingParams], SamplingParams]
 
 
-def begun(seed: int, mode: Verification, nonce: str) -> SessionRecord:
-    params = SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH, verification=mode)
-    return SessionRecord("s", SessionRequest((0,), params, nonce=nonce))
+def begun(seed: int, mode: Verification) -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH, verification=mode)
 
 
-def answer(record: SessionRecord, guessed: Path, seeded: Seeded) -> Path:
-    """What is committed when a drafter guesses this path, surely and honestly, for as long as it holds."""
-    params = seeded(record)
+def answer(begun: SamplingParams, guessed: Path, seeded: Seeded) -> Path:
+    """What one stream commits when a drafter guesses this path, surely and honestly, for as long as it holds."""
+    params = seeded(begun)
     assert params.seed is not None
     chance = SeededNoise(params.seed)
     text: Path = ()
@@ -49,11 +57,15 @@ def answer(record: SessionRecord, guessed: Path, seeded: Seeded) -> Path:
 
 
 def second_answers(mode: Verification, seeded: Seeded) -> Counter[Path]:
-    """Requests with explicit seeds, each made twice: the drafter guesses what is likeliest, then the first answer."""
+    """Explicit seeds, each in two streams: the drafter guesses what is likeliest, then what it saw in the first.
+
+    They are of two requests, or of one session whose verdicts were lost: a drafter in the verifier's process has them.
+    """
     found: Counter[Path] = Counter()
     for seed in range(REQUESTS):
-        first = answer(begun(seed, mode, f"first {seed}"), LIKELIEST, seeded)
-        found[answer(begun(seed, mode, f"second {seed}"), first, seeded)] += 1
+        request = begun(seed, mode)
+        first = answer(request, LIKELIEST, seeded)
+        found[answer(request, first, seeded)] += 1
     return found
 
 
@@ -62,41 +74,35 @@ def likelihood(found: Counter[Path]) -> float:
     return chi_square(found, wanted, REQUESTS)
 
 
-def nonce_left_out(record: SessionRecord) -> SamplingParams:
-    return seeds.verifier_params(replace(record, request=replace(record.request, nonce="")))
-
-
 @pytest.mark.parametrize("mode", RULES)
 def test_a_request_that_comes_again_to_a_drafter_that_remembers_has_the_targets_distribution(
-    mode: Verification,
+    mode: Verification, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert likelihood(second_answers(mode, seeds.verifier_params)) > LOWEST_P
+    monkeypatch.setattr(seeds, "draw_seed", partial(Random(7).getrandbits, 64))
+    assert likelihood(second_answers(mode, seeds.worker_params)) > LOWEST_P
 
 
 @pytest.mark.parametrize("mode", RULES)
-def test_without_the_nonce_it_has_another(mode: Verification) -> None:
-    assert likelihood(second_answers(mode, nonce_left_out)) < 1e-12
+def test_with_the_requests_own_seed_it_has_another(mode: Verification) -> None:
+    assert likelihood(second_answers(mode, lambda params: params)) < 1e-12
 
 
-def test_workers_sessions_and_epochs_have_noise_of_their_own() -> None:
-    record = begun(7, Verification.REJECTION, seeds.draw_nonce())
-    again = begun(7, Verification.REJECTION, seeds.draw_nonce())
-    told = [seeds.verifier_params(each).seed for each in (record, again, replace(record, epoch=2))]
-    told += [seeds.drafter_params(each, source).seed for each in (record, again) for source in (1, 2)]
-    assert len({7, *told}) == 8
-    assert seeds.verifier_params(record) == seeds.verifier_params(replace(record))
+@pytest.mark.parametrize("mode", RULES)
+def test_streams_have_noise_of_their_own(mode: Verification) -> None:
+    """Also those of one session: to the next verifier after a loss, or to another drafter."""
+    record = SessionRecord("s", SessionRequest((0,), begun(7, mode)))
+    target = ModelInfo("m", "f", vocab_size=3)
+    verifier = WorkerInfo("v", Role.VERIFIER, "127.0.0.1:1", ModelInfo("m", "f"))
+    connection: Any = SimpleNamespace(info=verifier, streams=set())
+    seen = {7}
+    for _ in range(2):
+        opened = VerifierStream(connection, record, target, NO_SPAN, VerifySteering())._opening.open
+        joined = DrafterStream(connection, record, target, NO_SPAN, 1, PairEstimate(4), PLAIN)._opening.open
+        seen |= {opened.params.seed, joined.params.seed}
+    assert len(seen) == 5
 
 
 @pytest.mark.parametrize("mode", [Verification.GREEDY, Verification.COUPLED])
 def test_a_text_that_is_a_function_of_the_seed_stays_one(mode: Verification) -> None:
-    record = begun(7, mode, seeds.draw_nonce())
-    params = replace(record.request.params, temperature=float(mode is Verification.COUPLED))
-    record = replace(record, request=replace(record.request, params=params))
-    assert seeds.verifier_params(record) == seeds.drafter_params(record, 3) == params
-
-
-def test_the_nonce_is_kept_with_the_request() -> None:
-    request = begun(7, Verification.BLOCK, seeds.draw_nonce()).request
-    assert SessionRequest.from_json(request.to_json()).nonce == request.nonce
-    before = json.dumps({key: value for key, value in json.loads(request.to_json()).items() if key != "nonce"})
-    assert SessionRequest.from_json(before).nonce == "", "written by an older release"
+    params = replace(begun(7, mode), temperature=float(mode is Verification.COUPLED))
+    assert seeds.worker_params(params) == params
