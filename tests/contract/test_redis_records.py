@@ -259,6 +259,42 @@ async def test_one_epoch_has_one_owner(redis_server: Redis) -> None:
         await retried.connection.close()
 
 
+async def test_an_older_state_of_redis_brings_no_older_owner_back(redis_server: Redis) -> None:
+    """As after a failover: the claim and what followed it are lost."""
+    before, after = (Store(redis_server.url, name, 60) for name in ("before", "after"))
+    keys = ["outrider:session:{of-two-3}", "outrider:tokens:{of-two-3}"]
+    try:
+        assert await before.write(started(35), 0, 4, whole=True) == "OK"
+        with redis.Redis.from_url(redis_server.url) as there:
+            state = [there.dump(key) for key in keys]
+            record = await after.claim("of-two-3")
+            assert record is not None
+            assert await after.write(record, 0, 4, whole=True) == "OK"
+            for key, value in zip(keys, state, strict=True):
+                there.restore(key, 0, value, replace=True)  # type: ignore[arg-type]
+        assert await after.write(record, 4, 4, whole=False) == "MISSING", "it writes all of it again"
+        assert await after.write(record, 0, 4, whole=True) == "OK"
+        assert await before.write(started(35), 4, 9, whole=False) == "FENCED"
+    finally:
+        await before.connection.close()
+        await after.connection.close()
+
+
+async def test_a_text_that_begins_again_has_no_end_of_an_older_one(redis_server: Redis) -> None:
+    """Redis had evicted the record and not the tokens, and its idempotency key came again."""
+    store = Store(redis_server.url, "other", 60)
+    try:
+        assert await store.write(started(45), 0, 9, whole=True) == "OK"
+        with redis.Redis.from_url(redis_server.url) as full:
+            full.delete("outrider:session:{of-two-4}")
+        assert await store.write(started(46), 0, 2, whole=True) == "OK"
+        record = await store.claim("of-two-4")
+        assert record is not None
+        assert record.tokens == [46, 46]
+    finally:
+        await store.connection.close()
+
+
 async def test_an_output_whose_tokens_redis_evicted_is_made_again(redis_server: Redis) -> None:
     store = Store(redis_server.url, "other", 60)
     try:
