@@ -14,7 +14,7 @@ from typing import Self, Unpack
 import grpc
 
 from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, collect, make_request
-from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, endpoints_of, outrider_errors
+from outrider.client.resume import EndpointRotation, StreamProgress, endpoints_of, outrider_errors, resume_request
 from outrider.client.sync import DEFAULT_ENDPOINT, SHORT_S
 from outrider.protocol import convert
 from outrider.protocol.errors import PeerLost, Unavailable
@@ -62,8 +62,7 @@ class AsyncClient:
 
     def resume(self, session_id: str, position: int = 0, tail: Sequence[int] = ()) -> AsyncGenerator[Reply, None]:
         """Stream an output from the token at `position`; rejection and block mode need those before it, as `tail`."""
-        request = pb.ResumeRequest(session_id=session_id, from_position=position, tail=tail)
-        return self._stream(StreamProgress(request, len(self._endpoints)))
+        return self._stream(StreamProgress(resume_request(session_id, position, tail), len(self._endpoints)))
 
     async def complete(self, prompt: str | None = None, **options: Unpack[Options]) -> Generation:
         """Return the complete output of `generate`."""
@@ -104,10 +103,11 @@ class AsyncClient:
                         if isinstance(received, Finished):
                             return
                 raise PeerLost("the stream ended before the output was complete")
-            except (PeerLost, Unavailable):
+            except (PeerLost, Unavailable) as error:
                 if not progress.may_retry(time.monotonic()):
                     raise
+                pause_s = progress.pause_s(error, time.monotonic())
                 self._endpoint_rotation.leave(endpoint)
             finally:
                 call.cancel()
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(pause_s)

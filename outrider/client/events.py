@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -103,9 +104,16 @@ def make_request(prompt: str | None, options: Options) -> pb.GenerateRequest:
         raise InvalidRequest(f"{', '.join(sorted(unknown))} is no option of a request; params has those of sampling")
     if sum(map(bool, (prompt is not None, options.get("chat"), options.get("tokens")))) > 1:
         raise InvalidRequest("a request has a prompt, a chat or tokens, not several of them")
-    try:
+    with checked_fields():
         return _request(prompt, options)
-    except (TypeError, ValueError) as error:  # no number of the field's type
+
+
+@contextlib.contextmanager
+def checked_fields() -> Iterator[None]:
+    """Raise InvalidRequest for what a field of a message cannot hold, such as a number out of range."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
         raise InvalidRequest("a text is not UTF-8" if isinstance(error, UnicodeError) else str(error)) from error
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 
 from outrider.base.rpc_status import error_from_rpc
-from outrider.client.events import Reply, Started, Tokens, reply_from_proto
-from outrider.protocol.errors import Expired, InvalidRequest
+from outrider.client.events import Reply, Started, Tokens, checked_fields, reply_from_proto
+from outrider.protocol.errors import Expired, InvalidRequest, OutriderError
 from outrider.v1 import coordinator_pb2 as pb
 
 RESUME_FOR_S = 30.0
@@ -32,6 +32,7 @@ class StreamProgress:
             self._session_id, self._position = request.session_id, request.from_position
             self._tail.extend(request.tail)
         self._started = False
+        self._endpoints = endpoints
         self._first_tries = _FIRST_TRIES + endpoints
         self._since = 0  # position at which the present stream started
         self._began = math.inf  # time at which it was accepted
@@ -43,7 +44,7 @@ class StreamProgress:
         self._since, self._began = self._position, math.inf
         if not self._session_id:
             return self._request
-        return pb.ResumeRequest(session_id=self._session_id, from_position=self._position, tail=self._tail)
+        return resume_request(self._session_id, self._position, self._tail)
 
     def call(self, stub: Any, timeout_s: float | None) -> Any:
         """Start the next stream, with the synchronous or the asynchronous stub."""
@@ -74,6 +75,17 @@ class StreamProgress:
         elif self._began < math.inf:  # the time of an accepted stream, such as in a queue, does not count
             self._give_up += now - self._began
         return now <= self._give_up and (self._started or self._first_tries > 0)
+
+    def pause_s(self, error: OutriderError, now: float) -> float:
+        """Return how long to wait before the next stream, so that each endpoint is asked when it wants to be."""
+        wanted_s = min(RESUME_FOR_S, (error.retry_after_ms or 0) / 1000 / self._endpoints)
+        return max(RETRY_S, wanted_s if self._until is None else min(wanted_s, self._until - now))
+
+
+def resume_request(session_id: str, position: int, tail: Sequence[int]) -> pb.ResumeRequest:
+    """Return the message that resumes a session; raise InvalidRequest for one that cannot be made."""
+    with checked_fields():
+        return pb.ResumeRequest(session_id=session_id, from_position=position, tail=tail)
 
 
 def endpoints_of(given: str | Sequence[str]) -> tuple[str, ...]:

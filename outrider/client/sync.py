@@ -13,7 +13,7 @@ from contextvars import copy_context
 from typing import Self, Unpack
 
 from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, collect, make_request
-from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, endpoints_of, outrider_errors
+from outrider.client.resume import EndpointRotation, StreamProgress, endpoints_of, outrider_errors, resume_request
 from outrider.protocol import convert
 from outrider.protocol.errors import PeerLost, Unavailable
 from outrider.protocol.fleet import ModelInfo
@@ -63,8 +63,7 @@ class Client:
 
     def resume(self, session_id: str, position: int = 0, tail: Sequence[int] = ()) -> Iterator[Reply]:
         """Stream an output from the token at `position`; rejection and block mode need those before it, as `tail`."""
-        request = pb.ResumeRequest(session_id=session_id, from_position=position, tail=tail)
-        return self._stream(StreamProgress(request, len(self._channels)))
+        return self._stream(StreamProgress(resume_request(session_id, position, tail), len(self._channels)))
 
     def complete(self, prompt: str | None = None, **options: Unpack[Options]) -> Generation:
         """Return the complete output of `generate`."""
@@ -102,10 +101,11 @@ class Client:
                         if isinstance(received, Finished):
                             return
                 raise PeerLost("the stream ended before the output was complete")
-            except (PeerLost, Unavailable):
+            except (PeerLost, Unavailable) as error:
                 if not progress.may_retry(time.monotonic()):
                     raise
+                pause_s = progress.pause_s(error, time.monotonic())
                 self._endpoint_rotation.leave(endpoint)
             finally:
                 call.cancel()
-            time.sleep(RETRY_S)
+            time.sleep(pause_s)

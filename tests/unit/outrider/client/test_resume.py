@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
+from outrider.client.aio import AsyncClient
 from outrider.client.events import Finished, Started, Tokens, collect, make_request
-from outrider.client.resume import RESUME_FOR_S, EndpointRotation, StreamProgress
-from outrider.protocol.errors import Overloaded, PeerLost
+from outrider.client.resume import RESUME_FOR_S, RETRY_S, EndpointRotation, StreamProgress
+from outrider.client.sync import Client
+from outrider.protocol.errors import InvalidRequest, Overloaded, PeerLost, Unavailable
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
@@ -118,6 +122,27 @@ def test_waiting_in_a_queue_is_not_added_to_refusals(monkeypatch: pytest.MonkeyP
     progress.request()
     clock = 40.0 + RESUME_FOR_S - 10.0 + 0.1
     assert not progress.may_retry(clock), "10 s of refusals before count"
+
+
+def test_waits_as_long_as_the_coordinator_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two endpoints each is asked again after that time. A time limit is kept, and no wait is too long."""
+    busy, gone = Unavailable("no verifier", retry_after_ms=5000), PeerLost("gone")
+    assert [asked(count).pause_s(busy, 0.0) for count in (1, 2)] == [5.0, 2.5]
+    assert asked().pause_s(gone, 0.0) == RETRY_S
+    assert asked().pause_s(Unavailable("later", retry_after_ms=10**9), 0.0) == RESUME_FOR_S
+    monkeypatch.setattr("outrider.client.resume.time.monotonic", lambda: 100.0)
+    progress = asked()
+    progress.call(Mock(), timeout_s=10.0)
+    assert progress.pause_s(busy, 107.0) == 3.0
+    assert progress.pause_s(busy, 111.0) == RETRY_S
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_what_cannot_be_resumed_is_an_invalid_request(kind: type[Client] | type[AsyncClient]) -> None:
+    client = kind("127.0.0.1:1")
+    for session, position, tail in (("s", -1, ()), ("s", 2**64, ()), ("s", 1, (-1,)), ("\ud800", 0, ())):
+        with pytest.raises(InvalidRequest, match=r"range|UTF-8"):
+            client.resume(session, position, tail)
 
 
 def test_every_token_buys_new_time() -> None:
