@@ -87,6 +87,10 @@ class Conflict(OutriderError, code="conflict", grpc="FAILED_PRECONDITION", http=
     """Error for a request that contradicts the state it refers to."""
 
 
+class Cancelled(OutriderError, code="cancelled", grpc="CANCELLED", http=499):
+    """Error for an answer that another call has cancelled."""
+
+
 class Expired(OutriderError, code="expired", grpc="DEADLINE_EXCEEDED", http=504):
     """Error for a passed deadline."""
 

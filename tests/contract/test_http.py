@@ -486,13 +486,19 @@ async def test_a_client_that_leaves_frees_its_session(web: httpx.AsyncClient, ho
 async def test_a_session_that_is_cancelled_elsewhere_ends_its_stream(web: httpx.AsyncClient, house: House) -> None:
     body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
     lines: list[str] = []
-    async with web.stream("POST", "/v1/completions", json=body) as response:
+    key = {"Idempotency-Key": "cancelled-elsewhere"}
+    async with web.stream("POST", "/v1/completions", json=body, headers=key) as response:
         async for line in response.aiter_lines():
             if not lines:
                 (session,) = house.service.sessions.live
                 await house.service.sessions.cancel(session.record.session_id)
             lines.append(line)
     assert lines[-2] == "data: [DONE]" or lines[-1] == "data: [DONE]"
+    *events, error = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert {event["choices"][0]["finish_reason"] for event in events} == {None}, "it has not come to its end"
+    assert (error["error"]["code"], error["error"]["type"]) == ("cancelled", "cancelled")
+    again = await web.post("/v1/completions", json=body | {"stream": False}, headers=key)
+    assert (again.status_code, again.json()) == (499, error)
 
 
 # --- grammars --------------------------------------------------------------------------------------------------------

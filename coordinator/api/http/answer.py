@@ -17,9 +17,10 @@ from coordinator.sessions.output import Token, follow
 from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.target import Target
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import Cancelled, InvalidRequest
 from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import MAX_SEED, Grammar, SamplingParams
+from outrider.protocol.speculation import FinishReason
 from outrider.settings.coordinator import CoordinatorSettings
 
 CHAT_TOKENS = 1_024  # default of max_tokens in a chat, if the context has space for them
@@ -30,8 +31,11 @@ async def progress(sessions: Sequence[Session]) -> AsyncGenerator[tuple[int, lis
     """Yield choices with new tokens, without tokens at their end; raise the error of one that fails."""
     async with contextlib.aclosing(follow([session.output for session in sessions])) as updates:
         async for number, _, tokens in updates:
-            if not tokens and (error := sessions[number].error) is not None:
-                raise error
+            session = sessions[number]
+            if not tokens and session.error is not None:
+                raise session.error
+            if not tokens and session.record.finish_reason is FinishReason.CANCELLED:
+                raise Cancelled(f"session {session.record.session_id} was cancelled", field="session_id")
             yield number, tokens
 
 

@@ -34,6 +34,7 @@ _STATUSES = {
     413: "The body is too large",
     415: "The body is not declared as JSON",
     429: "No capacity: try again after Retry-After",
+    499: "The answer was cancelled by another call",
     500: "Internal error",
     502: "A worker was lost and no other could continue",
     503: "No worker is ready, or the server is shutting down: try again after Retry-After",
@@ -119,7 +120,7 @@ def _generates(summary: str, body: type[Any], example: Json, reply: type[Any], c
         ],
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body), "example": example}}},
     }
-    return {"post": _gets(described, content, 400, 401, 404, 408, 409, 413, 415, 429, 502, 503, 504) | operation}
+    return {"post": _gets(described, content, 400, 401, 404, 408, 409, 413, 415, 429, 499, 502, 503, 504) | operation}
 
 
 def _converts(summary: str, bodies: Sequence[type[Any]], example: Json, reply: type[Any]) -> Json:
