@@ -106,10 +106,10 @@ class Session:
             self.stop()
 
     def stop(self, error: OutriderError | None = None) -> None:
-        """Stop without finishing; the record can be resumed."""
+        """Stop without finishing; the record can be resumed. What has ended stays as it is."""
         if self._task is not None:
             self._task.cancel()
-        self.error = self.error or error
+        self.error = self.error or (None if self.ended else error)
         self._end()
 
     async def closed(self) -> None:

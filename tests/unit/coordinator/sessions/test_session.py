@@ -201,6 +201,17 @@ async def test_a_session_that_a_shutdown_stops_has_not_failed(stage: Stage) -> N
     assert _ended(stage, session.error.code) == (1, 0)
 
 
+@pytest.mark.parametrize("fenced", [False, True])
+async def test_an_answer_that_has_ended_is_not_taken_from_who_reads_it(stage: Stage, *, fenced: bool) -> None:
+    """By the end of its coordinator, or by a retry at another one before its end was written."""
+    session = await stage.play(SessionRecord("s", REQUEST, model="f"), said(0, last=True))
+    with stage.manager.followed(session):
+        stage.manager._sessions["s"] = session
+        session._entry.on_fenced() if fenced else await stage.manager.stop()
+        assert session.error is None
+        assert session.record.finished
+
+
 def _ended(stage: Stage, code: str) -> tuple[float | None, float | None]:
     """Return how many requests were abandoned, and how many have failed with this code."""
     value = stage.manager.metrics.registry.get_sample_value

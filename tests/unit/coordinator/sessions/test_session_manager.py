@@ -119,6 +119,34 @@ async def test_two_of_one_idempotency_key_start_its_session_once(requests: Reque
     assert requests.manager.live == [one]
 
 
+@pytest.mark.parametrize("stops", [False, True], ids=["its other reader leaves", "the coordinator stops"])
+async def test_a_session_that_is_stopped_before_it_began_is_not_begun(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch, *, stops: bool
+) -> None:
+    """While its idempotency key is being reserved; it ran without a reader, and its answer was empty."""
+    manager = requests.manager
+    requests.store()
+
+    async def reserve(key: str, session_id: str, request: SessionRequest) -> str:
+        (session,) = await requests.resume(session_id)
+        if stops:
+            manager.drain()
+            session.stop(Unavailable("this coordinator is shutting down"))
+        else:
+            with manager.followed(session):
+                pass
+        return session_id
+
+    monkeypatch.setattr(manager._keys, "reserve", reserve)
+    if stops:
+        with pytest.raises(Unavailable):
+            await manager.begin(REQUEST, TARGET, "key")
+        return
+    begun = await manager.begin(REQUEST, TARGET, "key")
+    assert not begun.ended
+    assert manager.live == [begun]
+
+
 @pytest.mark.parametrize("told", [False, True], ids=["its end is being written", "its end is being read"])
 async def test_a_session_that_has_just_ended_is_not_cancelled_in_redis(requests: Requests, *, told: bool) -> None:
     requests.store("s")
