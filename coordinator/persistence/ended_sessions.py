@@ -23,7 +23,9 @@ class EndedSessions:
         self._sizes: dict[str, int] = {}  # when they were kept: a record that is resumed grows
 
     def keep(self, record: SessionRecord) -> None:
-        """Remember a session that has ended here."""
+        """Remember a session that has ended here, unless it was resumed since: a reader of its output may be late."""
+        if record.session_id in self.recent and self.recent[record.session_id].epoch > record.epoch:
+            return
         self.recent[record.session_id] = record
         self.recent.move_to_end(record.session_id)
         # As tokens: log probabilities take many times the memory, and a parameter's text a quarter a character.

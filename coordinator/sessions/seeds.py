@@ -11,13 +11,7 @@ import secrets
 
 from outrider.protocol.sampling_params import SamplingParams
 
-_SEED_BITS = 64
-
-
-def draw_seed() -> int:
-    return secrets.randbits(_SEED_BITS)
-
 
 def worker_params(params: SamplingParams) -> SamplingParams:
     """Return a request's parameters for one stream to a worker."""
-    return params.with_seed(draw_seed()) if params.mode.needs_draft_probs else params
+    return params.with_seed(secrets.randbits(64)) if params.mode.needs_draft_probs else params

@@ -70,7 +70,7 @@ def request_that_ends(by: str, whole: Output, eos: int) -> pb.GenerateRequest:
 @pytest.mark.parametrize("by", ENDS)
 async def test_an_output_that_had_ended_is_not_run_on(house: House, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client has all of it, the record lacks the end: the reason, the text and the counts are as they were."""
-    monkeypatch.setattr("coordinator.sessions.seeds.draw_seed", lambda: 4)  # two texts are to begin alike
+    monkeypatch.setattr("secrets.randbits", lambda bits: 4)  # two texts are to begin alike
     eos = house.service.sessions.targets.named("").info.eos_token_ids[0]
     async with client(house.coordinator) as stub:
         plain = ask(PROMPT, seed=4, max_tokens=60, verification=common.VERIFICATION_REJECTION, gamma=0, ignore_eos=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -78,7 +77,7 @@ def likelihood(found: Counter[Path]) -> float:
 def test_a_request_that_comes_again_to_a_drafter_that_remembers_has_the_targets_distribution(
     mode: Verification, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seeds, "draw_seed", partial(Random(7).getrandbits, 64))
+    monkeypatch.setattr("secrets.randbits", Random(7).getrandbits)
     assert likelihood(second_answers(mode, seeds.worker_params)) > LOWEST_P
 
 

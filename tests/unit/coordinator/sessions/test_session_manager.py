@@ -160,6 +160,21 @@ async def test_a_session_that_has_just_ended_is_not_cancelled_in_redis(requests:
         assert session.record.finish_reason is FinishReason.LENGTH
 
 
+async def test_a_late_reader_brings_no_older_record_back(requests: Requests) -> None:
+    """Without Redis the session would go on from it."""
+    requests.store("s")
+    (failed,) = await requests.resume("s")
+    with requests.manager.followed(failed):
+        failed.stop(Unavailable("no verifier"))
+        (resumed,) = await requests.resume("s")
+        resumed.record.append([5] * 8, [TokenKind.PLAIN] * 8, ())
+        resumed.record.finish_reason = FinishReason.LENGTH
+        resumed._end()
+        with requests.manager.followed(resumed):
+            pass
+    assert requests.manager.ended.recent["s"] is resumed.record
+
+
 async def test_resumed_sessions_count_for_their_key(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to twice its limit, since those of a failed coordinator come on top of its own."""
     monkeypatch.setattr(requests.manager._quotas, "_settings", CoordinatorSettings(default_max_sessions=1))
