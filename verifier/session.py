@@ -116,9 +116,7 @@ class VerifySession:
         self.closed = False
         self.stalled = False  # no steps until the peer reads its replies
         self._vocab_size = model.vocab_size
-        self._stops = set(self.params.stop_token_ids)
-        if guide is not None or not self.params.ignore_eos:
-            self._stops.update(model.eos_token_ids)
+        self._stops = self.params.ending_tokens(model.eos_token_ids)
         self.has_committed = False
         self.steer(opening.steering)
 

@@ -13,7 +13,6 @@ from coordinator.sessions.detokenizer import TextStream
 from coordinator.workers.target import Target
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import Conflict, InvalidRequest
-from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason, TokenKind
 
 
@@ -32,7 +31,7 @@ async def finish_ended(record: SessionRecord, target: Target) -> None:
 def _end(record: SessionRecord, target: Target, complete: int | None) -> tuple[int, FinishReason] | None:
     """Return the length and the reason of the first end, checked in the order of a verifier's step."""
     params = record.request.params
-    stops = stop_ids(params, target)
+    stops = params.ending_tokens(target.info.eos_token_ids)
     text = TextStream(target.decode, record.request.prompt, params.stop)
     for count, token in enumerate(record.tokens, start=1):
         stopped = bool(params.stop) and bool(text.add(token).stop)
@@ -41,12 +40,6 @@ def _end(record: SessionRecord, target: Target, complete: int | None) -> tuple[i
         if count == params.max_tokens:
             return count, FinishReason.LENGTH
     return None
-
-
-def stop_ids(params: SamplingParams, target: Target) -> frozenset[int]:
-    """Return the tokens on which a verifier ends the output."""
-    ends = () if params.ignore_eos and params.grammar is None else target.info.eos_token_ids
-    return frozenset((*params.stop_token_ids, *ends))
 
 
 def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], target: Target, *, closed: bool) -> None:

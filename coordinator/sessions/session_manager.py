@@ -162,7 +162,7 @@ class SessionManager:
             if known_id != record.session_id:
                 self._sessions.pop(record.session_id, None)
                 session.stop(Unavailable("the first request with this idempotency_key failed", retry_after_ms=500))
-        if known_id == record.session_id and not session.ended:
+        if not session.ended:
             session.start()
             return session
         return await self._find_by_key(replace(record, session_id=known_id), target)

@@ -56,10 +56,7 @@ class VerdictReader:
         self._target = target
         self._sent = sent
         self._accounted_to = now  # the verifier's reported times are accounted for up to here
-        params = record.request.params
-        self._stops = set(params.stop_token_ids)
-        if params.grammar is not None or not params.ignore_eos:
-            self._stops.update(target.eos_token_ids)
+        self._stops = record.request.params.ending_tokens(target.eos_token_ids)
 
     def check_opened(self, opened: verify.Opened) -> None:
         _at_most("opened", opened.ByteSize(), message_limits.MAX_SMALL_BYTES, " bytes")

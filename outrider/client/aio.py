@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
+from google.protobuf.message import Message
 
 from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, collect, make_request
 from outrider.client.resume import EndpointRotation, StreamProgress, endpoints_of, outrider_errors, resume_request
@@ -70,30 +71,30 @@ class AsyncClient:
 
     async def cancel(self, session_id: str) -> bool:
         """Cancel a session; return False if it had already ended."""
-        with outrider_errors():
-            reply: pb.CancelReply = await self._stub().Cancel(pb.CancelRequest(session_id=session_id), timeout=SHORT_S)
-        return reply.cancelled
+        return bool((await self._ask("Cancel", pb.CancelRequest(session_id=session_id))).cancelled)
 
     async def model(self, name: str = "") -> ModelInfo:
-        request = common.GetModelInfoRequest(model=name)
-        with outrider_errors():
-            info: common.ModelInfo = await self._stub().GetModelInfo(request, timeout=SHORT_S)
-        return convert.model_from_proto(info)
+        return convert.model_from_proto(await self._ask("GetModelInfo", common.GetModelInfoRequest(model=name)))
 
     async def server(self) -> ServerInfo:
-        with outrider_errors():
-            info: pb.ServerInfo = await self._stub().GetServerInfo(pb.GetServerInfoRequest(), timeout=SHORT_S)
-        return convert.server_info_from_proto(info)
+        return convert.server_info_from_proto(await self._ask("GetServerInfo", pb.GetServerInfoRequest()))
 
-    def _stub(self) -> rpc.OutriderAsyncStub:
+    async def _ask(self, method: str, request: Message) -> Any:
+        """Call a method that has one reply; of the endpoints, the first that answers."""
+        for left in reversed(range(len(self._endpoints))):
+            with self._endpoint_rotation.attempt(last=not left) as endpoint:
+                return await getattr(self._stub(endpoint), method)(request, timeout=SHORT_S)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _stub(self, endpoint: int) -> rpc.OutriderAsyncStub:
         if not self._channels:
             self._channels = [self._access.aio_channel(endpoint) for endpoint in self._endpoints]
-        return rpc.OutriderStub(self._channels[self._endpoint_rotation.present])  # type: ignore[return-value]
+        return rpc.OutriderStub(self._channels[endpoint])  # type: ignore[return-value]
 
     async def _stream(self, progress: StreamProgress) -> AsyncGenerator[Reply, None]:
         while True:
             endpoint = self._endpoint_rotation.present
-            call = progress.call(self._stub(), self._timeout_s)
+            call = progress.call(self._stub(endpoint), self._timeout_s)
             try:
                 with outrider_errors():
                     async for reply in call:

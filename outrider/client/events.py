@@ -79,23 +79,17 @@ class Generation:
 
 def collect(replies: Iterable[Reply]) -> Generation:
     """Return the generation of a complete stream; raise PeerLost if it is not."""
-    started: Started | None = None
-    parts: list[Tokens] = []
-    for reply in replies:
-        if isinstance(reply, Started):
-            started = reply
-        elif isinstance(reply, Tokens):
-            parts.append(reply)
-        else:
-            assert started is not None
-            return Generation(
-                text="".join(part.text for part in parts) + reply.text,
-                token_ids=tuple(token for part in parts for token in part.token_ids),
-                kinds=tuple(kind for part in parts for kind in part.kinds),
-                started=started,
-                finished=reply,
-            )
-    raise PeerLost("the stream ended before the output was complete")
+    first, *others = replies
+    parts = [reply for reply in others if isinstance(reply, Tokens)]
+    if not isinstance(first, Started) or not others or not isinstance(last := others[-1], Finished):
+        raise PeerLost("the stream ended before the output was complete")
+    return Generation(
+        text="".join(part.text for part in parts) + last.text,
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        kinds=tuple(kind for part in parts for kind in part.kinds),
+        started=first,
+        finished=last,
+    )
 
 
 def make_request(prompt: str | None, options: Options) -> pb.GenerateRequest:

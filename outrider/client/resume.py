@@ -12,7 +12,7 @@ import grpc
 
 from outrider.base.rpc_status import error_from_rpc
 from outrider.client.events import Reply, Started, Tokens, checked_fields, reply_from_proto
-from outrider.protocol.errors import Expired, InvalidRequest, OutriderError
+from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, PeerLost, Unavailable
 from outrider.v1 import coordinator_pb2 as pb
 
 RESUME_FOR_S = 30.0
@@ -107,6 +107,18 @@ class EndpointRotation:
         """Switch to the next endpoint after a failure; of concurrent failures only the first switches."""
         if endpoint == self.present:
             self.present = (endpoint + 1) % self._count
+
+    @contextlib.contextmanager
+    def attempt(self, *, last: bool) -> Iterator[int]:
+        """Yield the endpoint to ask, and switch to the next one if it fails; raise its error if there is no other."""
+        endpoint = self.present
+        try:
+            with outrider_errors():
+                yield endpoint
+        except (PeerLost, Unavailable):
+            self.leave(endpoint)
+            if last:
+                raise
 
 
 @contextlib.contextmanager

@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
+
+from google.protobuf.message import Message
 
 from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, collect, make_request
 from outrider.client.resume import EndpointRotation, StreamProgress, endpoints_of, outrider_errors, resume_request
@@ -71,27 +73,26 @@ class Client:
 
     def cancel(self, session_id: str) -> bool:
         """Cancel a session; return False if it had already ended."""
-        with outrider_errors():
-            return self._stub().Cancel(pb.CancelRequest(session_id=session_id), timeout=SHORT_S).cancelled
+        return bool(self._ask("Cancel", pb.CancelRequest(session_id=session_id)).cancelled)
 
     def model(self, name: str = "") -> ModelInfo:
-        request = common.GetModelInfoRequest(model=name)
-        with outrider_errors():
-            return convert.model_from_proto(self._stub().GetModelInfo(request, timeout=SHORT_S))
+        return convert.model_from_proto(self._ask("GetModelInfo", common.GetModelInfoRequest(model=name)))
 
     def server(self) -> ServerInfo:
-        with outrider_errors():
-            info = self._stub().GetServerInfo(pb.GetServerInfoRequest(), timeout=SHORT_S)
-        return convert.server_info_from_proto(info)
+        return convert.server_info_from_proto(self._ask("GetServerInfo", pb.GetServerInfoRequest()))
 
-    def _stub(self) -> rpc.OutriderStub:
-        return self._stubs[self._endpoint_rotation.present]
+    def _ask(self, method: str, request: Message) -> Any:
+        """Call a method that has one reply; of the endpoints, the first that answers."""
+        for left in reversed(range(len(self._stubs))):
+            with self._endpoint_rotation.attempt(last=not left) as endpoint:
+                return getattr(self._stubs[endpoint], method)(request, timeout=SHORT_S)
+        raise AssertionError("the last attempt returns or raises")
 
     def _stream(self, progress: StreamProgress) -> Iterator[Reply]:
         while True:
             endpoint = self._endpoint_rotation.present
             with ThreadPoolExecutor(1) as thread:  # Ctrl-C while it begins a call would keep gRPC waiting forever
-                call = thread.submit(copy_context().run, progress.call, self._stub(), self._timeout_s).result()
+                call = thread.submit(copy_context().run, progress.call, self._stubs[endpoint], self._timeout_s).result()
             try:
                 with outrider_errors():
                     for reply in call:

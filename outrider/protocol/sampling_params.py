@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from outrider.protocol.checks import check_count, check_number, check_token, check_whole
@@ -112,6 +112,10 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def ending_tokens(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """Return the tokens on which a verifier ends the output, at a target with these end tokens."""
+        return frozenset((*self.stop_token_ids, *(() if self.ignore_eos and self.grammar is None else eos_token_ids)))
 
     def with_seed(self, seed: int) -> SamplingParams:
         return replace(self, seed=seed)

@@ -16,8 +16,11 @@ import structlog
 from coordinator.persistence import write_behind
 from coordinator.persistence.store import Store
 from outrider.base.grpc_options import channel_options
+from outrider.client.aio import AsyncClient
+from outrider.client.sync import Client
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol import convert
+from outrider.protocol.errors import NotFound, PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.protocol.vocabulary import Vocabulary
@@ -209,6 +212,26 @@ async def test_cancel(house: House) -> None:
             replies.append(reply)
         assert replies[-1].complete.finish_reason == FinishReason.CANCELLED
         assert not (await stub.Cancel(pb.CancelRequest(session_id=session_id), timeout=5)).cancelled, "ended already"
+
+
+async def test_short_calls_of_a_client_go_to_the_endpoint_that_answers(house: House) -> None:
+    """Before any stream has found out that the first one is gone."""
+    gone = f"127.0.0.1:{free_port()}"
+    name = house.service.sessions.targets.named("").info.name
+    for first in (gone, house.coordinator):
+        async with AsyncClient([first, house.coordinator]) as several:
+            assert (await several.model()).name == name
+        async with AsyncClient([first, gone, house.coordinator]) as several:
+            assert (await several.server()).durable
+            with pytest.raises(NotFound):
+                await several.cancel("nobody")
+        with Client([first, gone, house.coordinator]) as synchronous:
+            assert (await asyncio.to_thread(synchronous.model)).name == name
+            assert (await asyncio.to_thread(synchronous.server)).durable
+            with pytest.raises(NotFound):
+                await asyncio.to_thread(synchronous.cancel, "nobody")
+    with Client([gone, gone]) as nobody, pytest.raises(PeerLost):
+        await asyncio.to_thread(nobody.model)
 
 
 @pytest.mark.parametrize("method", ["Resume", "Cancel"])
