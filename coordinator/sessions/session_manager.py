@@ -255,9 +255,8 @@ class SessionManager:
         return running
 
     def _retire(self, session: Session) -> None:
-        session_id = session.record.session_id
-        if self._sessions.get(session_id) is session:
-            del self._sessions[session_id]
+        if self._sessions.get(session.record.session_id) is session:
+            del self._sessions[session.record.session_id]
         self.ended.keep(session.record)
 
     def _is_kept(self, session_id: str) -> bool:

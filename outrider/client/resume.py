@@ -127,6 +127,7 @@ def outrider_errors() -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise Expired("the deadline passed before the output was complete") from error
-        raise error_from_rpc(error) from error
+        meant = error_from_rpc(error)
+        if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not isinstance(meant, Expired):  # the client's own
+            meant = Expired("the deadline passed before the output was complete")
+        raise meant from error

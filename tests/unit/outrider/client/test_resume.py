@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+import grpc
 import pytest
 
 from outrider.client.aio import AsyncClient
 from outrider.client.events import Finished, Started, Tokens, collect, make_request
-from outrider.client.resume import RESUME_FOR_S, RETRY_S, EndpointRotation, StreamProgress
+from outrider.client.resume import RESUME_FOR_S, RETRY_S, EndpointRotation, StreamProgress, outrider_errors
 from outrider.client.sync import Client
-from outrider.protocol.errors import InvalidRequest, Overloaded, PeerLost, Unavailable
+from outrider.protocol.convert import ERROR_KEY, error_to_proto
+from outrider.protocol.errors import Expired, InvalidRequest, Overloaded, PeerLost, Unavailable
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
@@ -143,6 +145,19 @@ def test_what_cannot_be_resumed_is_an_invalid_request(kind: type[Client] | type[
     for session, position, tail in (("s", -1, ()), ("s", 2**64, ()), ("s", 1, (-1,)), ("\ud800", 0, ())):
         with pytest.raises(InvalidRequest, match=r"range|UTF-8"):
             client.resume(session, position, tail)
+
+
+def test_a_refusal_before_the_deadline_keeps_its_own_words() -> None:
+    """A request that cannot be answered in time, or a reader that is too slow."""
+    refused = Expired("it would take 70 s", field="timeout", retry_after_ms=60_000)
+    for trailing, message, retry_after_ms in (
+        (((ERROR_KEY, error_to_proto(refused).SerializeToString()),), "it would take 70 s", 60_000),
+        ((), "the deadline passed before the output was complete", None),
+    ):
+        late = grpc.StatusCode.DEADLINE_EXCEEDED
+        with pytest.raises(Expired, match=message) as told, outrider_errors():
+            raise grpc.aio.AioRpcError(late, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), "Deadline Exceeded")
+        assert told.value.retry_after_ms == retry_after_ms
 
 
 def test_every_token_buys_new_time() -> None:
