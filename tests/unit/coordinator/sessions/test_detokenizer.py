@@ -85,7 +85,7 @@ decode = decoding(byte_tokenizer())
 
 
 def ids(text: str) -> list[int]:
-    return tokenizer().encode(text, add_special_tokens=False)
+    return tokenizer().encode(text, add_special_tokens=False, split_special_tokens=True)  # which a text may spell
 
 
 def detokenised(prompt: Sequence[int], tokens: Sequence[int], decode=decode) -> list[str]:
