@@ -262,10 +262,8 @@ def head_format(weights: str) -> str:
 
 
 def _linear(module: Any) -> Linear:
-    weight = module.weight.detach()
+    weight = module.weight.detach().T if isinstance(module, Conv1D) else module.weight.detach()
     bias = getattr(module, "bias", None)
-    if isinstance(module, Conv1D):
-        weight = weight.T
     rows = quantized_rows(module)
     return Linear(weight, None if bias is None else bias.detach(), () if rows is None else (rows,))
 
@@ -322,11 +320,8 @@ def _activation(name: str) -> str:
 
 def _is_local(config: Any) -> Callable[[int], bool]:
     """Return a function from a layer's index to whether it attends to a sliding window only."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is not None:
-        return lambda index: types[index] == "sliding_attention"
-    return lambda _: window is not None
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    return lambda index: window is not None if types is None else types[index] == "sliding_attention"
 
 
 def _rotations(rotary: Any, config: Any) -> tuple[Callable[[torch.Tensor], Cosines], ...]:
@@ -337,9 +332,8 @@ def _rotations(rotary: Any, config: Any) -> tuple[Callable[[torch.Tensor], Cosin
         cos, sin = rotary(like.to(positions.device), positions[None], **kind)
         return cos[0], sin[0]
 
-    kinds: list[dict[str, str]] = [{}]
-    if config.model_type == "gemma3_text":
-        kinds = [{"layer_type": kind} for kind in sorted(set(config.layer_types))]
+    types = sorted(set(config.layer_types)) if config.model_type == "gemma3_text" else []
+    kinds: list[dict[str, str]] = [{"layer_type": kind} for kind in types] or [{}]
     rotations = tuple(partial(rotate, kind) for kind in kinds)
     last = int(config.max_position_embeddings) - 1
     for each in rotations:

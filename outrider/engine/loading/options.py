@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -33,18 +33,9 @@ class EngineOptions:
     @classmethod
     def of(cls, settings: WorkerSettings) -> EngineOptions:
         """Return the options in a worker's settings."""
-        return cls(
-            device=settings.device,
-            dtype=settings.dtype,
-            quantization=settings.quantization,
-            engine=settings.engine,
-            threads=settings.threads,
-            kv_dtype=settings.kv_dtype,
-            kv_tokens=settings.kv_tokens or None,
-            prefix_tokens=None if settings.prefix_tokens < 0 else settings.prefix_tokens,
-            pace=settings.pace,
-            blur=settings.blur,
-        )
+        shared = settings.model_dump(include={field.name for field in fields(cls)} & WorkerSettings.model_fields.keys())
+        by_device = {"prefix_tokens": None} if settings.prefix_tokens < 0 else {}
+        return cls(**shared | {"kv_tokens": settings.kv_tokens or None} | by_device)
 
     @property
     def selected_device(self) -> torch.device:
