@@ -45,13 +45,16 @@ def write_gguf(
     *,
     fields: Mapping[str, str | int | float] = {},
     vectors: Mapping[str, Sequence[float]] = {},
+    pre: str = "smollm",
+    added: Sequence[str] = (),
 ) -> Path:
     """Write a model with random weights of about the size that a trained model's have. `kind` is asked by tensor.
 
-    `fields` are further ones of the architecture, `vectors` further tensors with given values.
+    `fields` are further ones of the architecture, `vectors` further tensors with given values, `added` tokens that a
+    text has whole.
     """
     writer = gguf.GGUFWriter(path, architecture)
-    _describe(writer, shape, architecture)
+    _describe(writer, shape, architecture, pre, added)
     for name, value in fields.items():
         writer.add_key_value(f"{architecture}.{name}", value, gguf.GGUFValueType.get_type(value))
     random = np.random.default_rng(seed)
@@ -126,7 +129,9 @@ def _tensors(shape: Shape, architecture: str) -> Iterator[tuple[str, tuple[int, 
         yield f"{block}ffn_down.weight", (hidden, inner)
 
 
-def _describe(writer: gguf.GGUFWriter, shape: Shape, architecture: str) -> None:
+def _describe(
+    writer: gguf.GGUFWriter, shape: Shape, architecture: str, pre: str = "smollm", added: Sequence[str] = ()
+) -> None:
     writer.add_name("random")
     writer.add_context_length(2048)
     writer.add_embedding_length(shape.hidden)
@@ -144,13 +149,13 @@ def _describe(writer: gguf.GGUFWriter, shape: Shape, architecture: str) -> None:
         writer.add_sliding_window(512)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"{first}{second}" for first in alphabet for second in alphabet if (first + second).isascii()]
-    words = words[: shape.vocab - len(alphabet) - 1]
-    unused = [f"<|unused {index}|>" for index in range(shape.vocab - len(alphabet) - len(words) - 1)]
-    tokens = [*alphabet, *words, *unused, EOS]
+    words = words[: shape.vocab - len(alphabet) - len(added) - 1]
+    unused = [f"<|unused {index}|>" for index in range(shape.vocab - len(alphabet) - len(words) - len(added) - 1)]
+    tokens = [*alphabet, *words, *unused, *added, EOS]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * (len(alphabet) + len(words)) + [3] * (len(unused) + 1))
+    writer.add_token_types([1] * (len(alphabet) + len(words)) + [3] * (len(unused) + len(added) + 1))
     writer.add_token_merges([f"{word[0]} {word[1]}" for word in words])
     writer.add_eos_token_id(shape.vocab - 1)
     writer.add_bos_token_id(shape.vocab - 1)

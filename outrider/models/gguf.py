@@ -17,14 +17,16 @@ from typing import Any
 
 import gguf
 import torch
+import transformers
 from safetensors import safe_open
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from outrider.models import GGUF, INDEX, INDEX_VERSION
-from outrider.models.gguf_rope import add_scaling
+from outrider.models.gguf_rope import add_positions
 from outrider.protocol.errors import StartupError
 
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
@@ -37,6 +39,10 @@ _BUFFER = re.compile(
 )
 _LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"}  # in safetensors
 _ARCHITECTURES = {"llama", "qwen2", "qwen3", "gemma2", "gemma3"}  # their weights are found without transformers
+# Kinds of `tokenizer.ggml.pre` that transformers does not know: those with digits apart, and those that split as GPT-2.
+_DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+_LIKE_GPT2 = {"default", "gpt-2", "phi-2", "olmo", "jais", "trillion", "mellum", "gigachat", "a.x-4.0", "exaone4"}
+_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken"}  # whatever the merges
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +94,9 @@ def convert_gguf(folder: Path, into: Path) -> None:
 
 def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
     """Put the configuration and the tokenizer of a GGUF file into its folder. Return the places of its tensors."""
-    AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF).save_pretrained(folder)
     config, reader = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF), gguf.GGUFReader(source)
-    scaling = add_scaling(config, reader)
+    _tokenizer_of(folder, reader).save_pretrained(folder)
+    add_positions(config, reader)
     model = empty_model(config)
     architecture = reader.fields["general.architecture"].contents()
     if architecture in _ARCHITECTURES:
@@ -101,7 +107,40 @@ def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     places = {it.name: [int(it.tensor_type), int(it.data_offset), *map(int, it.shape)] for it in reader.tensors}
-    return {"version": INDEX_VERSION, "architecture": architecture, "tensors": places, "scaling": scaling}
+    return {"version": INDEX_VERSION, "architecture": architecture, "tensors": places}
+
+
+def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
+    """Return the tokenizer of a GGUF file: transformers reads a part of it."""
+    found: Any = AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF)
+    fields = {name.removeprefix("tokenizer.ggml."): field for name, field in reader.fields.items()}
+    splits, tokens = found.backend_tokenizer.pre_tokenizer, fields["tokens"].contents()
+    if fields["model"].contents() != "gpt2":
+        spaced = "add_space_prefix" not in fields or fields["add_space_prefix"].contents()
+        if isinstance(splits, pre_tokenizers.Metaspace) and not spaced:
+            splits.prepend_scheme = "never"
+            bytes_too = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+            found.backend_tokenizer.decoder = decoders.Sequence(bytes_too)  # without a strip of that space
+        return found
+    kind = fields["pre"].contents() if "pre" in fields else "default"
+    if kind in _DIGITS_APART:
+        splits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), splits])
+    elif isinstance(splits, pre_tokenizers.ByteLevel) and kind not in _LIKE_GPT2:
+        raise StartupError.of("tokenizer.ggml.pre", kind, "one that is known: load the model's safetensors instead")
+    types = fields["token_type"].contents() if "token_type" in fields else [0] * len(tokens)
+    # A token with letters beyond those of bytes is spelled anew there. No text has one that is added (3, 4) so spelled.
+    spelled = {number: token for token, number in found.get_vocab().items() if number < len(tokens)}
+    vocab = {tokens[number] if types[number] in (3, 4) else token: number for number, token in spelled.items()}
+    merges = [tuple(merge.split(" ")) for merge in fields["merges"].contents()]
+    made = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind in _WHOLE_WORDS))
+    made.pre_tokenizer, made.decoder = splits, decoders.ByteLevel()
+    for add, added in ((made.add_special_tokens, 3), (made.add_tokens, 4)):  # control tokens, and those of users
+        add([AddedToken(token, normalized=False) for token, each in zip(tokens, types, strict=True) if each == added])
+    names = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "add_eos_token")
+    add_bos = found.add_bos_token if "add_bos_token" in fields else kind in _WHOLE_WORDS  # as llama.cpp does
+    kept = {name: getattr(found, name) for name in names} | {"tokenizer_object": made, "add_bos_token": add_bos}
+    is_gpt2 = isinstance(found, transformers.GPT2Tokenizer)  # it splits in its own way whenever it is loaded
+    return transformers.PreTrainedTokenizerFast(**kept) if is_gpt2 else type(found)(**kept)
 
 
 def check_complete(name: str, model: PreTrainedModel, found: Mapping[str, Collection[str]]) -> None:

@@ -1,40 +1,40 @@
-"""Scaling of rotary positions and attention scores in GGUF files, which transformers does not read."""
+"""Positions and attention scores of GGUF files, of which transformers reads a part."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import gguf
-
 from outrider.protocol.errors import StartupError
 
 
-def add_scaling(config: Any, reader: gguf.GGUFReader) -> dict[str, Any]:
-    """Complete a configuration by a file's scaling; return what was changed."""
-    rope, usual = rope_of(reader, config), getattr(config, "rope_parameters", None) or {}
-    (usual.get("full_attention") or usual).update(rope)
+def add_positions(config: Any, reader: Any) -> None:
+    """Complete a configuration by what a file says of positions: their rotation, its scaling, a sliding window."""
+    fields = {name.partition(".")[2]: field for name, field in reader.fields.items()}
+    usual = (rope := getattr(config, "rope_parameters", None) or {}).get("full_attention") or rope
+    if "rope.freq_base" in fields:  # transformers leaves it out for Starcoder 2 and StableLM
+        usual["rope_theta"] = fields["rope.freq_base"].contents()
+    if "attention.sliding_window" in fields and not hasattr(config, "layer_types"):  # Phi-3's
+        config.sliding_window = fields["attention.sliding_window"].contents() or None
     if (config.model_type, config.num_hidden_layers) in {("gemma2", 46), ("gemma3_text", 62)}:  # 27B: not in files
-        rope["query_pre_attn_scalar"] = config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
-    return rope
-
-
-def rope_of(reader: gguf.GGUFReader, config: Any) -> dict[str, Any]:
-    """Return the rotary parameters that a file's scaling changes; raise StartupError for one that is not known."""
-    fields = {name.partition(".rope.")[2]: field for name, field in reader.fields.items()}
-    given = {name: field.contents() for name, field in fields.items() if name.startswith("scal")}
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    scaling = {name[5:]: field.contents() for name, field in fields.items() if name.startswith("rope.scal")}
     factors = {it.name: it.data.tolist() for it in reader.tensors if it.name.startswith(("rope_f", "blk.0.rope_f"))}
+    usual.update(rope_of(scaling, factors, config.max_position_embeddings))
+
+
+def rope_of(given: dict[str, Any], factors: dict[str, list[float]], context: int) -> dict[str, Any]:
+    """Return the rotary parameters that a file's scaling changes; raise StartupError for one that is not known."""
     factor, length = given.get("scaling.factor", 0.0), given.get("scaling.original_context_length")
     more = given.keys() - {"scaling.type", "scaling.factor", "scaling.original_context_length", "scaling.finetuned"}
     match given.get("scaling.type", "linear" if factor else "none"), [*factors, *more]:
         case "none", []:
             return {}
-        case "none", ["rope_freqs.weight"]:  # Llama 3.1 and later: a factor for each frequency, at all lengths
-            (each,) = factors.values()
-            same = {"rope_type": "longrope", "attention_factor": 1.0, "short_factor": each, "long_factor": each}
-            return {**same, "original_max_position_embeddings": config.max_position_embeddings}
+        case "none", ["rope_freqs.weight" as each]:  # Llama 3.1 and later: a factor for each frequency, at all lengths
+            same = {"short_factor": factors[each], "long_factor": factors[each], "attention_factor": 1.0}
+            return {"rope_type": "longrope", "original_max_position_embeddings": context, **same}
         case "linear", [] if factor > 0:
             return {"rope_type": "linear", "factor": factor}
         case "yarn", [] if factor > 0 and length:
             return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
-    found = ", ".join([*(f"{name}={value}" for name, value in given.items()), *factors])
-    raise StartupError.of("rope", found, "none, linear, yarn or rope_freqs.weight in a GGUF file")
+    found = [*(f"{name}={value}" for name, value in given.items()), *factors]
+    raise StartupError.of("rope", ", ".join(found), "none, linear, yarn or rope_freqs.weight in a GGUF file")

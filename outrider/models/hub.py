@@ -88,9 +88,8 @@ def locate_safetensors(name: str, progress: Progress) -> Path | str:
     found = locate(name, progress)
     if not isinstance(found, Path) or not (found / INDEX).is_file():
         return found
-    index = json.loads((found / INDEX).read_text())
-    version = index["sha256"][:12] + "-scaled" * bool(index["scaling"])  # earlier versions converted without scaling
-    target = home() / "models" / f"safetensors-{version}" / found.name
+    digest = json.loads((found / INDEX).read_text())["sha256"][:12]
+    target = home() / "models" / f"safetensors-{digest}-{INDEX_VERSION}" / found.name
     if not target.is_dir():
         with _lock(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
             if not target.is_dir():

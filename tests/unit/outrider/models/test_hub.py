@@ -41,7 +41,7 @@ def test_a_folder_that_knows_of_no_scaling_is_indexed_again(
     (folder / "config.json").write_text(
         json.dumps(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}})
     )
-    assert index["scaling"]["factor"] == 8.0
+    assert config["rope_parameters"]["factor"] == 8.0
     assert index.pop("version") > 1
     (folder / INDEX).write_text(json.dumps(index))
     said: list[str] = []
