@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.protocol.errors import InvalidRequest
 
@@ -31,10 +31,11 @@ def write_file(into: Path, name: str, data: bytes, *, append: bool) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder."""
-    from transformers import AutoTokenizer  # here: it takes half a second
+    """Load a tokenizer from a folder as it was saved: its class may make another one from the settings beside it."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # here: it takes half a second
 
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    kind: Any = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(folder, trust_remote_code=False)
     return tokenizer
 
 
@@ -43,5 +44,4 @@ def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{type(tokenizer).__name__} has no fast form")
-    text: str = backend.to_str()
-    return text
+    return str(backend.to_str())
