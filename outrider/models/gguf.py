@@ -39,6 +39,7 @@ _BUFFER = re.compile(
 )
 _LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"}  # in safetensors
 _ARCHITECTURES = {"llama", "qwen2", "qwen3", "gemma2", "gemma3"}  # their weights are found without transformers
+_TURN_ENDS = {"llama": ("<|eot_id|>", "<|eom_id|>"), "phi3": ("<|end|>",), "gemma2": ("<end_of_turn>",)}
 # Kinds of `tokenizer.ggml.pre` that transformers does not know: those with digits apart, and those that split as GPT-2.
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 _LIKE_GPT2 = {"default", "gpt-2", "phi-2", "olmo", "jais", "trillion", "mellum", "gigachat", "a.x-4.0", "exaone4"}
@@ -95,14 +96,16 @@ def convert_gguf(folder: Path, into: Path) -> None:
 def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
     """Put the configuration and the tokenizer of a GGUF file into its folder. Return the places of its tensors."""
     config, reader = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF), gguf.GGUFReader(source)
-    _tokenizer_of(folder, reader).save_pretrained(folder)
+    tokenizer = _tokenizer_of(folder, reader)
+    tokenizer.save_pretrained(folder)
     add_positions(config, reader)
     model = empty_model(config)
     architecture = reader.fields["general.architecture"].contents()
     if architecture in _ARCHITECTURES:
         _check_tensors({it.name for it in reader.tensors}, architecture, model)
     ends = [reader.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    model.generation_config.eos_token_id = sorted({end.contents() for end in ends if end is not None}) or None
+    turns = {number for token, number in tokenizer.get_vocab().items() if token in _TURN_ENDS.get(architecture, ())}
+    model.generation_config.eos_token_id = sorted({end.contents() for end in ends if end is not None} | turns) or None
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)

@@ -97,11 +97,8 @@ def weights_digest(model: PreTrainedModel, vocabulary: Vocabulary, samples: Sequ
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the end tokens of transformers' generate: of generation config, configuration and tokenizer."""
-    ends: set[int] = set()
     generation: Any = getattr(model, "generation_config", None)
     config: Any = model.config  # a model of several parts may name its end tokens only in the text part's configuration
     named = (getattr(each, "eos_token_id", None) for each in (generation, config, config.get_text_config(), tokenizer))
-    for source in named:
-        if source is not None:
-            ends.update(source if isinstance(source, list) else [source])
-    return tuple(sorted(ends))
+    lists = (each if isinstance(each, list) else [each] for each in named if each is not None)
+    return tuple(sorted({end for ends in lists for end in ends}))

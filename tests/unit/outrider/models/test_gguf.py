@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import load_model
@@ -496,6 +496,20 @@ def test_the_end_of_a_turn_ends_a_text(tmp_path: Path, monkeypatch: pytest.Monke
     loaded = load_model(str(write_gguf(tmp_path / "turns.gguf", Shape(), lambda _: "Q4_K")), options())
     end = Shape().vocab - 1
     assert loaded.engine.info.eos_token_ids == (end - 2, end - 1, end)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ends"),
+    [("llama", ["<|eot_id|>", "<|eom_id|>"]), ("phi3", ["<|end|>"]), ("gemma2", ["<end_of_turn>"]), ("qwen2", [])],
+)
+def test_a_turn_ends_a_text_even_if_the_file_does_not_name_its_end(
+    architecture: str, ends: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Llama 3.1 name no <|eom_id|>, the first ones of Phi-3 and Gemma 2 no end of a turn: chats went on."""
+    monkeypatch.setattr(gguf_files, "EOS", "<|endoftext|>")
+    path = write_gguf(tmp_path / "ends.gguf", SMALL, lambda _: "F16", architecture, pre="gpt-2", added=ends)
+    config = GenerationConfig.from_pretrained(locate(str(path), print))
+    assert config.eos_token_id == list(range(SMALL.vocab - 1 - len(ends), SMALL.vocab))
 
 
 @pytest.mark.parametrize("part", [0.0, 0.2, 0.9], ids=["empty", "header", "most"])
