@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,33 @@ def write_gguf(
             writer.write_tensor_data(random_blocks(random, chosen, *size))
     for values in vectors.values():
         writer.write_tensor_data(np.array(values, "f4"))
+    writer.close()
+    return path
+
+
+def write_model(
+    path: Path,
+    model: Any,
+    architecture: str,
+    fields: Mapping[str, str | int | float],
+    vectors: Mapping[str, Sequence[float]] = {},
+) -> Path:
+    """Write a model of transformers in float32, for an architecture that stores its weights as they are."""
+    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    shape = Shape(config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads)
+    _describe(writer, replace(shape, kv_heads=config.num_key_value_heads, vocab=config.vocab_size), "", "gpt-2")
+    for name, value in fields.items():  # some in place of those of `_describe`
+        writer.kv_data[0].pop(f"{architecture}.{name}", None)
+        writer.add_key_value(f"{architecture}.{name}", value, gguf.GGUFValueType.get_type(value))
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        writer.add_tensor(str(names.get_name(name, try_suffixes=(".weight", ".bias"))), weight.numpy().copy())
+    for name, values in vectors.items():
+        writer.add_tensor(name, np.array(values, "f4"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
     return path
 

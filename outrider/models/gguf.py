@@ -101,7 +101,7 @@ def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
     add_positions(config, reader)
     model = empty_model(config)
     architecture = reader.fields["general.architecture"].contents()
-    if architecture in _ARCHITECTURES:
+    if architecture in {*_ARCHITECTURES, "phi3", "starcoder2", "stablelm", "nemotron"}:
         _check_tensors({it.name for it in reader.tensors}, architecture, model)
     ends = [reader.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     turns = {number for token, number in tokenizer.get_vocab().items() if token in _TURN_ENDS.get(architecture, ())}
