@@ -6,16 +6,18 @@ weight is. Files of other architectures have no such places: their models are lo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
@@ -95,8 +97,9 @@ def convert_gguf(folder: Path, into: Path) -> None:
 
 def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
     """Put the configuration and the tokenizer of a GGUF file into its folder. Return the places of its tensors."""
-    config, reader = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF), gguf.GGUFReader(source)
-    tokenizer = _tokenizer_of(folder, reader)
+    with _read_once(source) as reader:
+        config = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF)
+        tokenizer = _tokenizer_of(folder, reader)
     tokenizer.save_pretrained(folder)
     add_positions(config, reader)
     model = empty_model(config)
@@ -144,6 +147,24 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
     kept = {name: getattr(found, name) for name in names} | {"tokenizer_object": made, "add_bos_token": add_bos}
     is_gpt2 = isinstance(found, transformers.GPT2Tokenizer)  # it splits in its own way whenever it is loaded
     return transformers.PreTrainedTokenizerFast(**kept) if is_gpt2 else type(found)(**kept)
+
+
+class _Reader(gguf.GGUFReader):
+    def _build_fields(self, offs: int, count: int) -> int:
+        self.data = self.data.view(np.ndarray)  # type: ignore[assignment]  # each slice of a map takes long
+        return super()._build_fields(offs, count)
+
+
+@contextlib.contextmanager
+def _read_once(source: Path) -> Iterator[gguf.GGUFReader]:
+    """Return a file's reader, which transformers also uses inside: it would read all names and tokens several times."""
+    reader, original = _Reader(source), gguf.GGUFReader
+    shared: Any = lambda path: reader if Path(path).samefile(source) else original(path)  # noqa: E731
+    gguf.GGUFReader = shared  # type: ignore[misc]
+    try:
+        yield reader
+    finally:
+        gguf.GGUFReader = original  # type: ignore[misc]
 
 
 def check_complete(name: str, model: PreTrainedModel, found: Mapping[str, Collection[str]]) -> None:

@@ -168,6 +168,24 @@ def test_a_file_that_was_only_touched_is_not_indexed_again(tmp_path: Path) -> No
     assert (folder / INDEX).read_bytes() != first  # the new state: its digest need not be computed again
 
 
+def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and tokens take seconds, and transformers would read them for each part that it makes of the file."""
+    read: list[gguf.GGUFReader] = []
+    reader, build = gguf.GGUFReader, gguf.GGUFReader._build_fields
+
+    def counted(self: gguf.GGUFReader, offs: int, count: int) -> int:
+        read.append(self)
+        return build(self, offs, count)
+
+    monkeypatch.setattr(reader, "_build_fields", counted)
+    path = write_gguf(tmp_path / "random.gguf", Shape(), q4_k_m)
+    folder = Path(locate(str(path), print))
+    assert len(read) == 1
+    assert gguf.GGUFReader is reader
+    assert weights_of_transformers(folder / GGUF).config.num_hidden_layers == Shape().layers
+    assert len(read) > 1
+
+
 def test_an_architecture_that_is_not_known_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_module, "_ARCHITECTURES", set())
     path = write_gguf(tmp_path / "random.gguf", Shape(), q4_k_m)
