@@ -22,6 +22,7 @@ from outrider.speculation.noise import to_device
 
 _NUCLEUS_SIZES = (128, 1024)
 _RECENT_TOKENS = 64  # of a session's output: counted on the device together
+_LOWEST_LOGPROB = -9999.0  # OpenAI's, in place of −∞, which JSON lacks, and of NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +254,9 @@ def quantise(probs: torch.Tensor, ids: torch.Tensor, keep: int) -> Distribution:
 
 
 def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Return natural log probabilities of the chosen tokens and of the `top` likeliest, from unadjusted logits."""
-    logs = torch.log_softmax(logits.to(torch.float64), dim=-1)
+    """Return natural log probabilities of the chosen tokens and of the `top` likeliest, from unadjusted logits. All are
+    finite: coordinators take any other for a violation."""
+    logs = torch.log_softmax(logits.to(torch.float64), dim=-1).nan_to_num_(_LOWEST_LOGPROB).clamp_(_LOWEST_LOGPROB)
     ids = to_device(torch.tensor(tokens, dtype=torch.int64), logs.device)
     chosen = logs.gather(1, ids[:, None])[:, 0].tolist()
     best = logs.topk(top, dim=-1)

@@ -130,16 +130,16 @@ class CompletionReplies(Replies[CompletionBody]):
         starts = accumulate((len(token.text) for token in tokens[:-1]), initial=offset)
         return {
             "tokens": [self._readable(token.token) for token in tokens],
-            "token_logprobs": [None if it.logprobs is None else finite(it.logprobs.logprob) for it in tokens],
+            "token_logprobs": [None if it.logprobs is None else it.logprobs.logprob for it in tokens],
             "top_logprobs": [None if it.logprobs is None else self._best(it.token, it.logprobs) for it in tokens],
             "text_offset": [start + token.held for start, token in zip(starts, tokens, strict=True)],
         }
 
     def _best(self, token: int, known: TokenLogprobs) -> dict[str, float]:
         """Return the likeliest tokens by text, and the token itself; of equal texts it or else the likeliest counts."""
-        best = {self._readable(token): finite(known.logprob)}
+        best = {self._readable(token): known.logprob}
         for each, logprob in zip(known.top_ids, known.top_logprobs, strict=True):
-            best.setdefault(self._readable(each), finite(logprob))
+            best.setdefault(self._readable(each), logprob)
         return best
 
     def _readable(self, token: int) -> str:
@@ -157,11 +157,6 @@ def reason_of(session: Session) -> responses.FinishName:
 
 def text_of(tokens: Sequence[Token]) -> str:
     return "".join(token.text for token in tokens)
-
-
-def finite(logprob: float) -> float:
-    """Return the log probability, at least −9999: JSON has no infinity, and OpenAI uses this value."""
-    return max(logprob, -9999.0)
 
 
 def speculation_of(session: Session, tokens: Sequence[Token]) -> responses.ChunkSpeculation:

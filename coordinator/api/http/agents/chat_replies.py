@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from coordinator.api.http import responses
 from coordinator.api.http.bodies import ChatOptions
-from coordinator.api.http.replies import Replies, finite, reason_of, speculation_of, text_of
+from coordinator.api.http.replies import Replies, reason_of, speculation_of, text_of
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 
@@ -68,7 +68,7 @@ class ChatReplies(Replies[ChatOptions]):
 
     def _logprob(self, token: int, logprob: float) -> responses.TopLogprob:
         data = self._target.token_bytes(token)
-        return {"token": data.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(data)}
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
 
 def _delta(number: int, it: responses.Delta, reason: responses.FinishName | None = None) -> responses.ChatChunkChoice:

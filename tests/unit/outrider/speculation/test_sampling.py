@@ -476,6 +476,18 @@ def test_logprobs_are_natural_logarithms_of_the_softmax(logits: torch.Tensor, to
         assert list(entry.top_logprobs) == pytest.approx([row[i] - total for i in order], abs=1e-6)
 
 
+def test_log_probabilities_are_finite_whatever_the_logits_are() -> None:
+    """A prompt may hold a token whose embedding is NaN: its verifier would be taken for one that lies."""
+    rows = torch.zeros(4, VOCAB)
+    rows[0, 1:] = -torch.inf
+    rows[1, 3] = torch.nan
+    rows[2] = -torch.inf
+    rows[3, 1:] = torch.finfo(torch.float32).min
+    for row, entry in enumerate(sampling.logprobs(rows, [1] * 4, 3)):
+        assert entry.logprob == -9999.0
+        assert list(entry.top_logprobs) == [-9999.0 if row in (1, 2) else 0.0, -9999.0, -9999.0]
+
+
 def test_the_likeliest_token_is_that_of_torch() -> None:
     """The first of equal ones; a NaN counts as the largest."""
     rows = torch.randn(5, 999, generator=torch.Generator().manual_seed(1))
