@@ -71,7 +71,7 @@ class TextStream:
     def __init__(self, decode: Decode, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._decode = decode
         self.detokeniser = Detokeniser(decode, prompt)
-        self._stops = stops
+        self._begun = dict.fromkeys(stops, 0)  # how much of each stop string the text ends with
         self.pending = ""
 
     def add(self, token: int) -> TextPiece:
@@ -79,7 +79,7 @@ class TextStream:
         if self.pending and not text and not self._decode((token,)):  # a special token, which may be a mark
             text, self.pending = self.pending, ""
             return TextPiece(text)
-        return self._release(text) if self._stops else TextPiece(text)
+        return self._release(text) if self._begun else TextPiece(text)
 
     def end(self) -> TextPiece:
         """Return the remaining text of an output that no stop string has ended."""
@@ -88,17 +88,18 @@ class TextStream:
         return TextPiece(text, piece.stop)
 
     def _release(self, new: str) -> TextPiece:
-        text = self.pending + new
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        text, before = self.pending + new, len(self.pending)
+        found = [(at, stop) for stop in self._begun if (at := text.find(stop, max(0, before + 1 - len(stop)))) >= 0]
         if found:
             at, stop = min(found)
             self.pending = ""
             return TextPiece(text[:at], stop)
-        keep = max((overlap(text, stop) for stop in self._stops), default=0)
+        self._begun = {stop: overlap(text, stop, known + len(new)) for stop, known in self._begun.items()}
+        keep = max(self._begun.values(), default=0)
         self.pending = text[len(text) - keep :]
         return TextPiece(text[: len(text) - keep])
 
 
-def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that starts `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+def overlap(text: str, stop: str, most: int) -> int:
+    """Return the length of the longest end of `text` that starts `stop`, up to `most`."""
+    return next((n for n in range(min(len(text), len(stop) - 1, most), 0, -1) if text.endswith(stop[:n])), 0)

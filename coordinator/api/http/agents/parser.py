@@ -144,7 +144,7 @@ class AnswerParser:
             self._emit(kind, self._text[:at])
             self._text, self._opened, self._state = self._text[at + len(mark) :], mark, then
             return True
-        keep = 0 if self._ended else overlap(self._text, mark)
+        keep = 0 if self._ended else overlap(self._text, mark, len(mark))
         self._emit(kind, self._text[: len(self._text) - keep])
         self._text = self._text[len(self._text) - keep :]
         return False

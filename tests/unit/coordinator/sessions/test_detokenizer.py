@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import pytest
 from hypothesis import given, settings
@@ -295,7 +296,42 @@ def test_a_stop_string_that_only_the_rest_completes_is_found() -> None:
     assert stream.end() == TextPiece("", "a" + BROKEN)
 
 
+class Compared(str):
+    """A stop string that counts how many of its beginnings are compared."""
+
+    beginnings = 0
+
+    def __getitem__(self, part: SupportsIndex | slice) -> str:
+        Compared.beginnings += 1
+        return super().__getitem__(part)
+
+
+def test_long_stop_strings_do_not_make_every_token_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held back may be as long as one of them; the other sessions wait while it is compared with all."""
+    monkeypatch.setattr(Compared, "beginnings", 0)
+    stops = [Compared(text) for text in ("a" * 511 + "b", "c" * 512, "a" * 255 + "b" * 257, "a" * 100 + "ca" * 200)]
+    stream, tokens = TextStream(decode, ids("p"), stops), ids("a" * 2000)
+    assert not any(stream.add(token).stop for token in tokens)
+    assert stream.pending == "a" * 511
+    assert Compared.beginnings <= 2 * len(stops) * len(tokens)
+
+
 stop_lists = st.lists(st.text("ab\n é", min_size=1, max_size=4), max_size=3)
+
+
+@given(text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=4))
+def test_what_is_held_back_is_the_longest_end_that_begins_a_stop_string(text: str, stops: list[str]) -> None:
+    stream, out = TextStream(decode, ids("p"), stops), ""
+    for token in ids(text):
+        piece = stream.add(token)
+        out += piece.text
+        if piece.stop:
+            assert text.startswith(out + piece.stop)
+            break
+        said = out + stream.pending
+        begun = [n for stop in stops for n in range(1, len(stop)) if said.endswith(stop[:n])]
+        assert len(stream.pending) == max(begun, default=0)
+        assert not any(stop in said for stop in stops)
 
 
 @settings(max_examples=300, deadline=None)
