@@ -29,7 +29,7 @@ _LOWEST_LOGPROB = -9999.0  # OpenAI's, in place of −∞, which JSON lacks, and
 class Candidates:
     """The ids after top-k, top-p and min-p, with their probabilities, per row.
 
-    `ids` is [rows, kept], or [vocab] if every id is kept; `probs` is [rows, kept] in doubles, 0 for a removed id.
+    `ids`: [rows, kept], or [vocab] if all are kept. `probs`: [rows, kept] in doubles, 0 for a removed or repeated id.
     """
 
     ids: torch.Tensor
@@ -39,9 +39,7 @@ class Candidates:
         """Return the same as one probability per id.  # [rows, vocab]"""
         if self.ids.dim() == 1:
             return self.probs
-        return torch.zeros((self.probs.shape[0], vocab_size), dtype=torch.float64, device=self.probs.device).scatter_(
-            1, self.ids, self.probs
-        )
+        return self.probs.new_zeros(len(self.probs), vocab_size).scatter_add_(1, self.ids, self.probs)
 
 
 class History:
@@ -187,7 +185,7 @@ def cut(logits: torch.Tensor, cuts: Cuts) -> Candidates:
         return _cut_sorted(ids, _softmax(values, cuts.temperature), cuts)
     probs = _softmax(logits, cuts.temperature)
     if cuts.kind.top_p:
-        top, ids = _sorted_nucleus(probs, cuts.top_p)
+        top, ids = _sorted_nucleus(probs, cuts.top_p, _NUCLEUS_SIZES)
         return _cut_sorted(ids, top, cuts)
     ids = torch.arange(vocab, device=logits.device)
     if cuts.kind.min_p:
@@ -214,20 +212,24 @@ def sums(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _sorted_nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sorted_nucleus(probs: torch.Tensor, top_p: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Return enough ids for the nucleus, likeliest first, equals by id. A row does not depend on the others."""
-    for count in _NUCLEUS_SIZES:
-        # The nucleus mostly lies in the first hundred ids and nearly always in the first thousand.
-        if count >= probs.shape[-1]:
-            break
-        top, ids = probs.topk(count, dim=-1)
-        ids, order = ids.sort(dim=-1)
-        top, order = top.gather(1, order).sort(dim=-1, descending=True, stable=True)
-        # Ids equal to the last ones may be missing, so the last ones must not be needed.
-        safe = (top * (top > top[:, -1:])).cumsum(dim=-1)[:, -1:] >= top_p
-        if bool(safe.all()):
-            return top, ids.gather(1, order)
-    return probs.sort(dim=-1, descending=True, stable=True)
+    # It mostly lies in the first hundred ids and nearly always in the first thousand. Only other rows are sorted.
+    if not sizes or sizes[0] >= probs.shape[-1]:
+        top, ids = probs.sort(dim=-1, descending=True, stable=True)
+        needed = max(1 + int((top.cumsum(dim=-1) < top_p).sum(dim=-1).amax()), *_NUCLEUS_SIZES)
+        return top[:, :needed], ids[:, :needed]
+    top, ids = probs.topk(sizes[0], dim=-1)
+    ids, order = ids.sort(dim=-1)
+    top, order = top.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    # Ids equal to the last ones may be missing, so the last ones must not be needed.
+    safe = (top * (top > top[:, -1:])).cumsum(dim=-1)[:, -1] >= top_p[:, 0]
+    if not bool(safe.all()):
+        found = _sorted_nucleus(probs[~safe], top_p[~safe], sizes[1:])
+        top, ids = (torch.nn.functional.pad(each, (0, found[0].shape[1] - sizes[0])) for each in (top, ids))
+        top[~safe], ids[~safe] = found
+    return top, ids
 
 
 def _cut_sorted(ids: torch.Tensor, probs: torch.Tensor, cuts: Cuts) -> Candidates:

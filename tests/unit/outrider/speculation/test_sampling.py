@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -324,6 +325,27 @@ def test_a_flat_neighbour_does_not_change_a_peaked_rows_nucleus(monkeypatch: pyt
     alone = dense(peaked[None], params)
     together = dense(torch.stack([peaked, torch.linspace(0.01, 0.0, VOCAB)]), params)
     assert torch.equal(alone[0], together[0])
+
+
+def test_a_flat_row_is_sorted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full sort of a real vocabulary takes as long as ten first looks: with neighbours it took that for each row."""
+    sorted_rows: list[int] = []
+    sort = torch.Tensor.sort
+
+    def counted(values: torch.Tensor, *given: Any, **named: Any) -> Any:
+        if values.shape[-1] == 5000:
+            sorted_rows.append(len(values))
+        return sort(values, *given, **named)
+
+    monkeypatch.setattr(torch.Tensor, "sort", counted)
+    rows = torch.randn(9, 5000, generator=torch.Generator().manual_seed(0)) * 6
+    rows[4] = 0.01 * rows[4]
+    params = SamplingParams(top_p=0.95)
+    found = dense(rows, params)
+    assert sorted_rows == [1]
+    for row, logits in zip(found, rows, strict=True):
+        assert torch.equal(row, dense(logits[None], params)[0])
+        assert float(row.sum()) == pytest.approx(1.0)
 
 
 def test_ties_at_the_edge_of_the_nucleus_fall_alike_whatever_the_neighbours() -> None:
