@@ -226,9 +226,9 @@ def _sorted_nucleus(probs: torch.Tensor, top_p: torch.Tensor, sizes: Sequence[in
     # Ids equal to the last ones may be missing, so the last ones must not be needed.
     safe = (top * (top > top[:, -1:])).cumsum(dim=-1)[:, -1] >= top_p[:, 0]
     if not bool(safe.all()):
-        found = _sorted_nucleus(probs[~safe], top_p[~safe], sizes[1:])
+        found = _sorted_nucleus(probs[rest := (~safe).nonzero()[:, 0]], top_p[rest], sizes[1:])
         top, ids = (torch.nn.functional.pad(each, (0, found[0].shape[1] - sizes[0])) for each in (top, ids))
-        top[~safe], ids[~safe] = found
+        top[rest], ids[rest] = found
     return top, ids
 
 
