@@ -265,7 +265,7 @@ class Estimator:
     ) -> None:
         """Start from the cost curve and the number of sessions that a verifier reports.
 
-        `plain`: its newest plain steps, of all sessions: time over the published one, and the wait before, ms.
+        `plain`: its newest plain steps, of all sessions: the time with a single token, and the wait before, ms.
         """
         self._published, self.pair.renewed = published, True
         self._slowdown = DecayedMean(SMOOTHING)  # measured step time over the published one
@@ -321,7 +321,7 @@ class Estimator:
             slowdown = step_ms / self._published.at(timings.batch_tokens)
             self._slowdown.add(slowdown)
             if not plan.gamma and not verdict.proposed and self._steps >= self._ignored:
-                self._plain.append((slowdown, timings.wait_us / 1000))
+                self._plain.append((slowdown * self._published.at(1), timings.wait_us / 1000))
         else:
             self._cost.add(timings.batch_tokens, step_ms)
         self._steps += 1
@@ -337,8 +337,8 @@ class Estimator:
         shared = self.on_shared_cores(drafter) and self._plain
         typical = _mean if self.pair.direct else statistics.median  # other load delays single steps
         if self._published.rows:
-            slowdown = typical(each for each, _ in self._plain) if shared else self._slowdown.value or 1.0
-            cost = self._published.scaled(slowdown)
+            plain = typical(each for each, _ in self._plain) / self._published.at(1) if shared else 0.0
+            cost = self._published.scaled(plain or self._slowdown.value or 1.0)
         else:
             cost = CostCurve.line(*self._cost.fit())
         pair = self.pair

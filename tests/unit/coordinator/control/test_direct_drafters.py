@@ -65,9 +65,21 @@ def test_plain_steps_are_known_from_other_sessions_of_the_verifier() -> None:
     assert second.plain_known
     for _ in range(BEGINNING):
         second.observe(plain(step_ms=40.0), PLAIN, 0.0, DIRECT)  # its opening delays them
-    assert {slowdown for slowdown, _ in known} == {1.0}
+    assert {step_ms for step_ms, _ in known} == {4.0}
     second.observe(plain(step_ms=8.0), PLAIN, 0.0, DIRECT)
-    assert known[-1] == (2.0, 0.5)
+    assert known[-1] == (8.0, 0.5)
+
+
+def test_plain_steps_count_by_their_time_though_the_published_one_has_changed_between_two_sessions() -> None:
+    """A verifier publishes its curve at the pace of its latest steps: with guesses, or beside other load."""
+    known: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+    first = linked(known)
+    for _ in range(WINDOW):
+        first.observe(plain(step_ms=4.0), PLAIN, 0.0, DIRECT)
+    second = linked(known)
+    second.attach_verifier(COST.scaled(1.5), 0, known)
+    assert second.conditions(DIRECT).verify_ms(0) == pytest.approx(4.0)
+    assert second.conditions(DIRECT).verify_ms(8) == pytest.approx(COST.at(9))
 
 
 def test_a_plain_step_counts_with_its_pause_and_rare_long_ones_with_twice_the_usual() -> None:
@@ -152,7 +164,7 @@ def test_a_few_failures_weigh_less_than_the_texts_before(direct: bool) -> None:
 
 
 def test_a_step_that_began_before_the_plan_was_known_says_nothing_of_the_drafter() -> None:
-    made = linked(deque([(1.0, 0.5)] * WINDOW, maxlen=WINDOW))
+    made = linked(deque([(4.0, 0.5)] * WINDOW, maxlen=WINDOW))
     made.pair.start_from(PairHistory(acceptance=[0.9] * 8, draft_ms=0.3))
     control = Controller(8, made)
     control.decide(DIRECT)
