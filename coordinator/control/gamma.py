@@ -298,6 +298,8 @@ class Controller:
 def _could_pay(conditions: Conditions, candidates: Iterable[SpeculationPlan]) -> bool:
     """Return whether a plan would beat plain decoding if every guess were accepted: else a probe changes nothing."""
     perfect = replace(conditions, acceptance=(1.0,), proposal_rate=1.0, timeout_rate=0.0, throughput_ratios={})
+    if not conditions.shares_cores:  # where no step waits for them, probes measure drafts anew: one may have stalled
+        perfect = replace(perfect, draft_ms=0.0, level_ms=None)
     plain = net_throughput(perfect, PLAIN)
     return any(net_throughput(perfect, plan) > plain for plan in candidates if plan.gamma)
 

@@ -215,13 +215,14 @@ def mean_acceptance(acceptance: Sequence[float]) -> float:
 def candidate_plans(
     gamma_max: int, branches: Sequence[int] = (1, *BRANCHES), *, gamma_ahead: int | None = None
 ) -> Iterator[SpeculationPlan]:
-    """Yield all plans to choose from; `gamma_ahead` replaces the window as γ of drafting ahead."""
+    """Yield all plans to choose from; `gamma_ahead` replaces twice `gamma_max` as γ of drafting ahead."""
     yield PLAIN
     for width in branches:
         for gamma in range(1, gamma_max + 1):
             if width == 1 or gamma * width <= MAX_TREE_NODES:
                 yield SpeculationPlan(gamma, width)
-    gamma = window(gamma_max) if gamma_ahead is None else gamma_ahead
+    # One block is drafted while the one before is checked.
+    gamma = min(MAX_GAMMA, 2 * gamma_max) if gamma_ahead is None else gamma_ahead
     for width in branches:
         if width not in (1, BRANCHES_AHEAD) and len(branches) > 1:
             continue
@@ -229,11 +230,6 @@ def candidate_plans(
             for awaited in (0, *AWAITED_AHEAD):
                 if gamma_max and awaited <= min(budget, gamma) and (budget <= gamma or budget == BUDGETS_AHEAD[0]):
                     yield SpeculationPlan(gamma, width, ahead=True, budget=budget, awaited=awaited)
-
-
-def window(gamma_max: int) -> int:
-    """Return γ of drafting ahead: one block is drafted while the previous one is checked."""
-    return min(MAX_GAMMA, 2 * gamma_max)
 
 
 def draft_wait_timeout_ms(conditions: Conditions, plan: SpeculationPlan) -> float:

@@ -141,8 +141,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
             ready_at = max(ready_at, now - _BURST * _MESSAGE_S) + _MESSAGE_S
             if ready_at > now:
                 await asyncio.sleep(ready_at - now)
-            if reply.WhichOneof("message") != "guess":
-                kind = reply.WhichOneof("message") or "empty"
+            if (kind := reply.WhichOneof("message") or "empty") != "guess":
                 raise ProtocolViolation(f"{self.connection.info.address} sent a message that is {kind}, not a guess")
             guess = reply.guess
             try:
@@ -154,7 +153,8 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
             guess.draft_us = self.limits.bound_us(guess.draft_us, time.monotonic(), ahead=self.plan.ahead)
             parents = tuple(parent - 1 for parent in guess.parents)
             depth = TreeShape(parents).depth if parents else len(guess.tokens)
-            self.pair.observe_draft(depth, guess.draft_us, tree=self.plan.branches > 1)
+            if self.received:  # before the first guess it reads the prompt
+                self.pair.observe_draft(depth, guess.draft_us, tree=self.plan.branches > 1)
             yield guess
 
     def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None) -> int:

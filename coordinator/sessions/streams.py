@@ -106,8 +106,7 @@ class WorkerStream(Generic[Out, In]):
             raise PeerLost(f"{self.connection.info.address} did not answer in {OPEN_TIMEOUT_S:g} s") from error
         if reply is None:
             raise PeerLost(f"{self.connection.info.address} did not open the session")
-        if reply.WhichOneof("message") != "opened":
-            kind = reply.WhichOneof("message") or "empty"
+        if (kind := reply.WhichOneof("message") or "empty") != "opened":
             raise ProtocolViolation(f"{self.connection.info.address} sent a message that is {kind}, not opened")
         return reply
 

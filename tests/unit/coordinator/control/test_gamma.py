@@ -748,6 +748,14 @@ def test_probing_costs_little_even_where_rows_are_dear() -> None:
     assert simulation.run(400).tokens_per_s > 0.95 * plain_rate(simulation.world)
 
 
+@pytest.mark.parametrize("fixed", [FREE, FixedChoices(branches=1)])
+def test_one_stall_of_a_drafter_does_not_end_speculation_for_good(fixed: FixedChoices) -> None:
+    """With the drafting time that it leaves in the history, not even right guesses would pay."""
+    simulation = Simulation(GOOD, fixed=fixed, history=PairHistory([0.9] * GAMMA_MAX, draft_ms=400.0, level_ms=400.0))
+    simulation.run(100)
+    assert simulation.run(200).tokens_per_s > 2.0 * plain_rate(GOOD)
+
+
 def test_a_fixed_gamma_is_what_happens() -> None:
     simulation = Simulation(GOOD, fixed=FixedChoices(gamma=4))
     result = simulation.run(300)

@@ -18,7 +18,7 @@ from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.simulation.session import SimulationResult
 from coordinator.control.simulation.verifier import Simulation
 from coordinator.control.simulation.world import EventQueue, SimulatedWorld, World
-from coordinator.control.throughput_model import PLAIN, Conditions, Mode, SpeculationPlan, draft_wait_timeout_ms, window
+from coordinator.control.throughput_model import PLAIN, Conditions, Mode, SpeculationPlan, draft_wait_timeout_ms
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import VerifySteering
 
@@ -26,7 +26,7 @@ HOUSE = World(acceptance=0.8, gain=0.6, draft_ms=4.0)
 FAST = CostCurve((1, 17, 33), (10.0, 10.0, 20.0))
 STEEP = CostCurve.line(40.0, 10.0)
 GAMMA_MAX = 16
-CHAIN_AHEAD = SpeculationPlan(window(GAMMA_MAX), ahead=True, budget=16, awaited=0)
+CHAIN_AHEAD = SpeculationPlan(2 * GAMMA_MAX, ahead=True, budget=16, awaited=0)
 TREE_AHEAD = SpeculationPlan(GAMMA_MAX, 3, ahead=True, budget=16, awaited=0)  # what is not spent on depth goes beside
 
 

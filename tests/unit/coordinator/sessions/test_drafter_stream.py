@@ -113,14 +113,18 @@ def test_no_drafter_has_worked_longer_than_it_was_heard_nothing_of(ahead: bool) 
 
 
 class Sent:
-    """A call that keeps what is sent."""
+    """A call that keeps what is sent, and gives these replies."""
 
     def __init__(self) -> None:
         self.messages: list[draft.DraftRequest] = []
+        self.replies: list[bytes] = []
 
     def send(self, message: bytes) -> bool:
         self.messages.append(draft.DraftRequest.FromString(message))
         return True
+
+    async def read(self) -> bytes | None:
+        return self.replies.pop(0) if self.replies else None
 
 
 def stream_to_a_drafter() -> tuple[DrafterStream, list[draft.DraftRequest]]:
@@ -132,6 +136,19 @@ def stream_to_a_drafter() -> tuple[DrafterStream, list[draft.DraftRequest]]:
     stream = DrafterStream(connection, record, model, Span(), 1, PairEstimate(4), PLAIN)
     stream._call = sent = Sent()
     return stream, sent.messages
+
+
+async def test_the_first_guess_does_not_tell_how_long_drafting_takes() -> None:
+    """Its time is mostly that of the prompt: with a long one, guesses would not pay at all."""
+    stream, _ = stream_to_a_drafter()
+    times = {1: 1900, 2: 1000}
+    guesses = [common.Guess(position=2, first_id=first, tokens=[5], draft_us=us) for first, us in times.items()]
+    stream._call.replies += [draft.DraftReply(guess=guess).SerializeToString() for guess in guesses]
+    async for guess in stream.guesses():
+        assert guess.draft_us == times[guess.first_id]
+        stream.received = guess.first_id  # as the session does
+    assert stream.pair.draft_ms.value == 1.0
+    await stream.connection.close()
 
 
 async def test_late_commits_do_not_exceed_a_message() -> None:
