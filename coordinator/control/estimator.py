@@ -294,7 +294,9 @@ class Estimator:
         wait_ms = verdict.timings.wait_us / 1000
         if asked and waited and not plan.ahead and not reads:
             step_ms = 0.0 if drafter is None else drafter.level_ms or 0.0 if tree else drafter.draft_ms
-            self.pair.add(self._network_ms, max(0.0, wait_ms - verdict.proposed * step_ms))
+            link_ms = wait_ms - verdict.proposed * step_ms
+            if link_ms > 0.0 or self._network_ms.known:  # else guesses of a plan ahead, before this one, were at hand
+                self.pair.add(self._network_ms, max(0.0, link_ms))
         timed_out = waited and wait_ms >= TIMED_OUT * timeout_ms
         in_vain = timed_out and not verdict.proposed
         if in_vain or verdict.proposed:

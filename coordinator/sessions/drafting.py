@@ -329,8 +329,8 @@ def _best_drafter(
     verifier: GuessReceiver, drafter: WorkerConnection, pair: PairEstimate, *, shares_cores: bool
 ) -> BestDrafter:
     if not pair.direct:
-        round_trips_ms = verifier.connection.round_trip_ms + drafter.round_trip_ms
-        return BestDrafter(round_trips_ms, pair.draft_ms.value, pair.level_ms.value or None, shares_cores)
+        round_trips_ms, level_ms = verifier.connection.round_trip_ms + drafter.round_trip_ms, pair.level_ms.value
+        return BestDrafter(round_trips_ms, pair.draft_ms.value or level_ms, level_ms or None, shares_cores)
     cost = verifier.connection.info.load.cost
     draft_ms = pair.draft_ms.value or (DIRECT_TOKEN * cost.at(1) if cost.rows else 0.0)
     level_ms = pair.level_ms.value or DIRECT_LEVEL * draft_ms

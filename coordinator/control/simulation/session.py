@@ -171,9 +171,9 @@ class SimulatedSession:
 
     @property
     def _best_drafter(self) -> BestDrafter:
-        pair = self.estimator.pair
+        draft_ms, level_ms = self.estimator.pair.draft_ms.value, self.estimator.pair.level_ms.value
         round_trips_ms = self.world.rtt_ms + self.world.overhead_ms
-        return BestDrafter(round_trips_ms, pair.draft_ms.value, pair.level_ms.value or None, self.world.shared)
+        return BestDrafter(round_trips_ms, draft_ms or level_ms, level_ms or None, self.world.shared)
 
     def _steer(self) -> None:
         before = self.controller.plan

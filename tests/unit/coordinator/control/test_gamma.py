@@ -378,6 +378,16 @@ def test_waits_ahead_say_nothing_about_the_link() -> None:
     assert conditions(estimator, 70.0).network_ms == 70.0
 
 
+def test_guesses_that_were_at_hand_do_not_begin_the_measurement_of_the_link() -> None:
+    """They were drafted by a plan ahead, before this one. A link of 0 ms would be known from then on."""
+    estimator = Estimator(4)
+    estimator.pair.observe_draft(4, 8_000)
+    seen(estimator, verdict(4, 4, wait_ms=0.5), plan=SpeculationPlan(4), wait_timeout_ms=TIMEOUT_MS)
+    assert conditions(estimator, 7.0).network_ms == 7.0
+    seen(estimator, verdict(4, 4, wait_ms=20.0), plan=SpeculationPlan(4), wait_timeout_ms=TIMEOUT_MS)
+    assert conditions(estimator, 7.0).network_ms == pytest.approx(12.0)
+
+
 def test_a_step_that_was_not_to_wait_says_nothing_about_the_drafter() -> None:
     estimator = Estimator(4)
     seen(estimator, verdict(0, 0), plan=SpeculationPlan(3), wait_timeout_ms=0.0)

@@ -387,6 +387,16 @@ async def test_a_draft_without_a_network_takes_time_before_it_is_measured(measur
     await session.connection.close()
 
 
+async def test_a_chain_is_not_free_where_only_trees_were_drafted() -> None:
+    """It was tried at once, with waits that ended before the guesses came."""
+    session = Session([10])
+    verifier: Any = SimpleNamespace(connection=SimpleNamespace(round_trip_ms=1.0))
+    session.pair.level_ms.add(4.0)
+    best = _best_drafter(verifier, session.connection, session.pair, shares_cores=False)
+    assert (best.draft_ms, best.level_ms) == (4.0, 4.0)
+    await session.connection.close()
+
+
 @pytest.mark.parametrize("gamma", [1, 2, 4])
 async def test_drafts_that_always_come_too_late_make_the_waits_longer(gamma: int) -> None:
     """The time of a draft without a network comes with its guesses alone: here none comes until waits are long."""
