@@ -147,10 +147,12 @@ class Seats:
     def _next(self, capacity: Capacity) -> tuple[int, str] | None:
         """Return the queue whose first session may run now."""
         for key in self._order():
-            tokens = self._queues[key][0].tokens
+            tokens, usage = self._queues[key][0].tokens, self._tenants[key[1]]
+            if not self._fair(capacity, usage, tokens, usage.seats, usage.tokens):
+                continue  # it waits for its own key's sessions, whatever others leave
             if not self._fits(capacity, tokens):
                 return None  # the next free tokens are for this session, not for one that needs fewer
-            if self._fair(capacity, self._tenants[key[1]], tokens):
+            if self._fair(capacity, usage, tokens, *self._used()):
                 return key
         return None
 
@@ -168,10 +170,10 @@ class Seats:
             return True  # a single session may have any size: its verifier accepts or refuses it
         return seats < capacity.seats and (used + tokens <= (capacity.tokens or math.inf) or tokens > capacity.most)
 
-    def _fair(self, capacity: Capacity, usage: _Usage, tokens: int) -> bool:
+    def _fair(self, capacity: Capacity, usage: _Usage, tokens: int, seats: int, used: int) -> bool:
+        """Return whether a tenant may have one more session while so many seats and tokens are in use."""
         if not usage.seats or not capacity.seats or not self._several():
             return True
-        seats, used = self._used()
         return within_share(usage.seats + 1, capacity.seats - seats - 1) and (
             not capacity.tokens or within_share(usage.tokens + tokens, capacity.tokens - used - tokens)
         )

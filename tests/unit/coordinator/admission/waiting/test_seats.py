@@ -105,6 +105,19 @@ async def test_who_needs_less_does_not_pass_by_who_needs_more() -> None:
     await crowd.cancel()
 
 
+async def test_who_waits_for_its_own_sessions_keeps_no_other_waiting() -> None:
+    """Whatever the others leave, its key may not have both of them at once."""
+    crowd = Crowd(Capacity(64, 1000))
+    await crowd.come("long", 1, tokens=700)
+    await crowd.come("chats", 2, tokens=20)
+    await crowd.come("long", 1, tokens=400)
+    await crowd.come("chats", 3, tokens=20)
+    assert (crowd.of("long"), crowd.of("chats")) == (1, 5)
+    await crowd.leave("long 0")
+    assert crowd.of("long") == 1, "the second one"
+    await crowd.cancel()
+
+
 async def test_one_that_is_larger_than_everything_is_let_through_alone() -> None:
     crowd = Crowd(Capacity(4, 100))
     await crowd.come("modest", 1, tokens=1000)
