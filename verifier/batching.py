@@ -75,6 +75,8 @@ class Batching:
 
     def schedule(self, sessions: Collection[VerifySession], now: float) -> tuple[list[ScheduledSession], float | None]:
         """Return the next step's batch; if it is empty, the seconds to wait at most (None: until woken)."""
+        # Without those whose peers do not read the verdicts that they have.
+        sessions = [session for session in sessions if not session.check_backlog()]
         heavy = self._shares.heavy_tenants(session.tenant for session in sessions)
         batch: list[ScheduledSession] = []
         prompts: list[VerifySession] = []
@@ -83,8 +85,6 @@ class Batching:
         compared = compared_guesses(len(sessions)) if self._times.known else 0
         next_step_at: float | None = None
         for session in sessions:
-            if session.check_backlog():
-                continue  # its peer does not read the verdicts that it has
             is_prefill = session.num_uncached > 1
             ready_at = now if is_prefill else session.ready_at(now)
             if ready_at > now:

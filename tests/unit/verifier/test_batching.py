@@ -13,7 +13,7 @@ from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import Distribution, Guess, TokenKind, Verdict, VerifySteering
 from verifier.batching import Batching
 from verifier.limits import SchedulerLimits
-from verifier.session import VerifyOpening, VerifySession
+from verifier.session import MAX_UNREAD_VERDICTS, VerifyOpening, VerifySession
 from verifier.step_times import StepTimes
 
 NARROW = CostCurve((1, 8, 16), (25.0, 25.0, 50.0))
@@ -197,6 +197,16 @@ def test_a_key_with_many_sessions_gets_the_places_that_cost_no_time_and_no_more(
     batch, _ = batching.schedule([light, *heavy], now + 0.001)
     assert batch[0].session is light
     assert sum(item.num_tokens for item in batch) == 8, "as many as take the time of one"
+
+
+@pytest.mark.parametrize("cost", [NARROW, UNKNOWN_COST])
+def test_a_session_whose_peer_does_not_read_takes_no_time_from_a_key_with_many(cost: CostCurve) -> None:
+    """It has no step meanwhile. The others would get what is left beside it, or nothing."""
+    unread, heavy = session("light", 0), prompts_of("heavy", 40, 1)
+    for _ in range(MAX_UNREAD_VERDICTS + 1):
+        unread.outbox.put_nowait(Verdict(3, (7,), 0, TokenKind.PLAIN))
+    batch, _ = Batching(LIMITS, StepTimes(cost)).schedule([unread, *heavy], unread.opened_at)
+    assert [item.session for item in batch] == heavy
 
 
 @pytest.mark.parametrize("decoding", [True, False])
