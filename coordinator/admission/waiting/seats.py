@@ -4,9 +4,9 @@ Verifiers have a limited number of sessions and cache tokens; further sessions w
 several keys, or after the first request of another class than 0, they wait here instead, in one queue per class and
 key.
 
-The best class comes first, and in it the key with the fewest seats. No key may take all seats: see
-`quotas.within_share`. Each `AGEING_S` of waiting count as much as one class, so no class waits for ever. Waiting
-changes the order of classes only: within one, keys have equal rights however long they wait.
+A session that lost its verifier comes first, then the best class, and in it the key with the fewest seats. No key may
+take all seats: see `quotas.within_share`. Each `AGEING_S` of waiting count as much as one class, so no class waits for
+ever. Waiting changes the order of classes only: within one, keys have equal rights however long they wait.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Seat:
     """Seat of one session, or its place in a queue."""
 
     tokens: int
-    since: float  # -inf: before all others of its class and key
+    since: float  # -inf: before all others
     load: int = 0  # seats in use when it was taken
     waited_s: float = 0.0
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -98,7 +98,7 @@ class Seats:
 
     @contextlib.asynccontextmanager
     async def taken(self, tenant: str, tokens: int, priority: int = 0, *, resumed: bool = False) -> AsyncIterator[Seat]:
-        """Hold a seat for a session that may need cache for `tokens`; those `resumed` come first in their class."""
+        """Hold a seat for a session that may need cache for `tokens`; those `resumed` come first."""
         arrived = time.monotonic()
         seat = Seat(tokens, -math.inf if resumed else arrived)
         usage = self._tenants.setdefault(tenant, _Usage())
@@ -157,12 +157,13 @@ class Seats:
         return None
 
     def _order(self) -> list[tuple[int, str]]:
-        """Return the queues, the best class first, and in it the tenant with the fewest seats."""
-        fair = sorted(self._queues, key=lambda key: self._tenants[key[1]].seats)
+        """Return the queues: resumed sessions first, then the best class, in it the tenant with the fewest seats."""
+        since = {key: queue[0].since for key, queue in self._queues.items()}
+        fair = sorted(since, key=lambda key: (since[key] == -math.inf, self._tenants[key[1]].seats))
         ranks: dict[int, float] = {}
         for key in fair:
-            ranks.setdefault(key[0], key[0] * AGEING_S + self._queues[key][0].since)
-        return sorted(fair, key=lambda key: (ranks[key[0]], key[0]))
+            ranks.setdefault(key[0], key[0] * AGEING_S + since[key])
+        return sorted(fair, key=lambda key: (ranks[key[0]] if since[key] > -math.inf else -math.inf, key[0]))
 
     def _fits(self, capacity: Capacity, tokens: int) -> bool:
         seats, used = self._used()

@@ -151,6 +151,30 @@ async def test_one_that_lost_its_verifier_does_not_wait_behind_those_that_have_y
     await crowd.cancel()
 
 
+async def test_one_that_lost_its_verifier_comes_before_new_ones_of_a_key_that_holds_less() -> None:
+    crowd = Crowd(Capacity(2, 0))
+    await crowd.come("moved", 1)
+    await crowd.come("other", 1)
+    await crowd.come("new", 1)
+    await crowd.come("moved", 1, resumed=True)
+    crowd.room = Capacity(4, 0)
+    await crowd.leave("other 1")
+    assert crowd.inside == ["moved 0", "moved 3", "new 2"]
+    await crowd.cancel()
+
+
+async def test_one_that_lost_its_verifier_and_has_to_wait_takes_no_others_of_its_class_along() -> None:
+    crowd = Crowd(Capacity(4, 0))
+    await crowd.come("moved", 3, priority=5)
+    await crowd.come("other", 1)
+    await crowd.come("moved", 1, priority=5, resumed=True)
+    await crowd.come("batch", 1, priority=5)
+    await crowd.come("urgent", 1)
+    await crowd.leave("other 3")
+    assert crowd.inside[-1] == "urgent 6", "one of `moved` has to end first"
+    await crowd.cancel()
+
+
 class Clock:
     """Time that passes when it is told to."""
 
