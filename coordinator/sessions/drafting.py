@@ -171,7 +171,7 @@ class Drafting:
             for each in (each for each in self._attached.values() if each.spec.projection == digest):
                 each.cancel(PeerLost("the verifier does not have its projection"))
         elif (drafter := self._attached.get(reply.source)) is not None:
-            self._chooser.exclude(drafter.connection.info.worker_id)
+            self._chooser.excluded.add(drafter.connection.info.worker_id)
             drafter.cancel(blame(f"the verifier refuses its guesses: {reply.error.message}"))
 
     async def _keep_drafting(self, verifier: GuessReceiver, place: int) -> None:

@@ -38,7 +38,7 @@ from outrider.security.tenants import tenant
 log = structlog.get_logger(__name__)
 
 _EXTRA_TOKENS = 64  # KV cache slots that a verifier needs besides prompt and output
-MAX_FRUITLESS = 5  # verifiers lost in a row without a verdict
+MAX_FRUITLESS = 5  # verifiers lost in a row without a verdict, or full before the first one
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class Session:
         self.urgency = urgency()
         self._entry = Entry(record, lambda: self.stop(fenced(record.session_id)))
         self._task: asyncio.Task[None] | None = None
+        self._refused = 0  # by full verifiers
         prefix = PromptPrefix(request.prompt, request.cache_salt, request.params.max_tokens + _EXTRA_TOKENS)
         self._verifiers = VerifierChooser(context.worker_pool, context.worker_wait_s, target.identity, prefix)
         self.drafting = Drafting(record, target.info, context.drafting, self.stats)
@@ -173,7 +174,9 @@ class Session:
                     raise PeerLost(f"{connection.info.address} ended the stream before the output was complete")
         except Overloaded:
             connection.record_full()
-            if self._verifiers.available() is None and not self.record.tokens:
+            self._refused += 1
+            another = self._refused <= MAX_FRUITLESS and self._verifiers.available() is not None
+            if not self.record.tokens and not another:
                 raise
         except OutriderError as error:
             if (session_error := self._verifiers.record_failure(connection, error)) is error:

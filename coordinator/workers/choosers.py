@@ -86,7 +86,7 @@ class DrafterChooser:
         self._kind = kind
         self._accepts = accepts
         self._models: set[str] = set()  # fingerprints of drafters that are attached or being attached
-        self._excluded: set[str] = set()  # drafters that sent this session invalid guesses
+        self.excluded: set[str] = set()  # drafters that sent this session invalid guesses
 
     async def wait_for(self, place: int, address: str = "") -> WorkerConnection | None:
         """Return a drafter for this place, if possible one at the verifier's address; None after a long wait."""
@@ -113,13 +113,10 @@ class DrafterChooser:
         """Return whether a drafter is of the session's kind and for its target."""
         return self._kind in ("", drafter.kind) and fits(drafter.model, self._target) and self._accepts(drafter)
 
-    def exclude(self, worker_id: str) -> None:
-        self._excluded.add(worker_id)
-
     def record_loss(self, connection: WorkerConnection, error: OutriderError) -> None:
         """Record the loss of a drafter, and exclude it if it broke the protocol or refuses this session."""
         if isinstance(error, InvalidRequest | ProtocolViolation):
-            self.exclude(connection.info.worker_id)
+            self.excluded.add(connection.info.worker_id)
         if isinstance(error, ProtocolViolation):
             self._worker_pool.shunned.report(connection.info, error.message)
         if isinstance(error, Overloaded):
@@ -139,7 +136,7 @@ class DrafterChooser:
         """Return whether a drafter may be attached: below its capacity, and never two of one model."""
         return (
             self.suits(connection.info)
-            and connection.info.worker_id not in self._excluded
+            and connection.info.worker_id not in self.excluded
             and connection.info.model.fingerprint not in self._models
             and occupancy(connection) < 1.0
         )

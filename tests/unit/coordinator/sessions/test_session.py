@@ -147,6 +147,15 @@ async def test_a_full_verifier_ends_only_what_has_not_begun(stage: Stage) -> Non
     assert record.tokens == [7, 7]
 
 
+async def test_full_verifiers_are_not_asked_without_an_end(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a slow network, the rest of one is over before the next one has refused."""
+    monkeypatch.setattr(WorkerConnection, "record_full", lambda connection: None)
+    full = Overloaded("full", retry_after_ms=1)
+    session = await stage.play(SessionRecord("s", REQUEST, model="f"), *[full] * 99)
+    assert session.error is full
+    assert len(stage.visited) == MAX_FRUITLESS + 1
+
+
 @pytest.mark.parametrize("name", ["1", "2"])
 async def test_a_session_goes_on_where_its_prefix_is_cached(stage: Stage, name: str) -> None:
     await stage.play(SessionRecord("s", REQUEST, model="f", verifier=name), said(0, last=True))
