@@ -44,7 +44,7 @@ def least_loaded(usable: Sequence[WorkerT]) -> WorkerT:
 
 def with_prefix(prefix: PromptPrefix, usable: Sequence[WorkerT]) -> WorkerT:
     """Return a verifier with most of the prompt, or the least loaded one if those have too many sessions."""
-    roomy = [each for each in usable if _has_room(each, prefix)] or usable
+    roomy = [each for each in usable if has_room(each, prefix)] or usable
     found = {id(each): each.prefixes.found(prefix) for each in roomy}
     fair = [each for each in roomy if found[id(each)] and _within_share(each, roomy)]
     if fair:
@@ -61,7 +61,7 @@ def with_prefix(prefix: PromptPrefix, usable: Sequence[WorkerT]) -> WorkerT:
     )
 
 
-def _has_room(each: PlacedWorker, prefix: PromptPrefix) -> bool:
+def has_room(each: PlacedWorker, prefix: PromptPrefix) -> bool:
     """Return whether the session would run at once: cache for it is free, and no other session waits."""
     load = each.info.load
     fits = not load.kv_tokens_total or load.kv_tokens_used + prefix.num_tokens <= load.kv_tokens_total

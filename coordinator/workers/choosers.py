@@ -39,7 +39,7 @@ class VerifierChooser:
 
     def __init__(self, worker_pool: WorkerPool, wait_s: float, target: str, prompt: PromptPrefix | None = None) -> None:
         """Set how long to wait for a verifier; `target` is the identity of the session's."""
-        self._prompt = prompt or PromptPrefix(())
+        self.prompt = prompt or PromptPrefix(())
         self._worker_pool = worker_pool
         self._target = target
         self._wait_s = wait_s
@@ -51,12 +51,12 @@ class VerifierChooser:
         if connection is None:
             excluded = f"; this session has excluded {len(self._excluded)}" if self._excluded else ""
             raise NoVerifier(f"no verifier has been available for {self._wait_s:g} s{excluded}", retry_after_ms=5000)
-        connection.prefixes.record(self._prompt, connection.info.load.kv_tokens_total)
+        connection.prefixes.record(self.prompt, connection.info.load.kv_tokens_total)
         return connection
 
     def available(self, prefer: str = "") -> WorkerConnection | None:
         """Return an available verifier that is not excluded."""
-        return self._worker_pool.choose(Role.VERIFIER, self._fits, prefer, partial(with_prefix, self._prompt))
+        return self._worker_pool.choose(Role.VERIFIER, self._fits, prefer, partial(with_prefix, self.prompt))
 
     def record_failure(self, connection: WorkerConnection, error: OutriderError) -> OutriderError:
         """Record a verifier's failure and return the error that it means for the session."""

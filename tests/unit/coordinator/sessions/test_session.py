@@ -21,7 +21,7 @@ from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
 from coordinator.workers.worker_connection import WorkerConnection
 from outrider.protocol.errors import Fenced, OutriderError, Overloaded, PeerLost
-from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason, SourceTally, TokenKind, Verdict
 from outrider.settings.coordinator import CoordinatorSettings
@@ -145,6 +145,26 @@ async def test_a_full_verifier_ends_only_what_has_not_begun(stage: Stage) -> Non
     session = await stage.play(record, said(0), PeerLost("gone"), full, full, full, said(1, last=True))
     assert session.error is None
     assert record.tokens == [7, 7]
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+async def test_a_session_leaves_a_draining_verifier_for_one_where_it_would_run_at_once(
+    stage: Stage, waiting: int
+) -> None:
+    """Elsewhere its client would wait in the middle of a text."""
+    first, second = stage.manager.worker_pool.connections()
+    second.info = replace(second.info, load=WorkerLoad(waiting=waiting))
+
+    def acts() -> Iterator[Act]:
+        yield said(0)
+        first.info = replace(first.info, draining=True)
+        yield said(1)
+        yield said(2, last=True)
+
+    stage.acts, record = acts(), SessionRecord("s", REQUEST, model="f", verifier="1")
+    await Session(record, TARGET, stage.manager._context).run()
+    assert record.tokens == [7, 7, 7]
+    assert stage.visited == (["1"] if waiting else ["1", "2"])
 
 
 async def test_full_verifiers_are_not_asked_without_an_end(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
