@@ -166,8 +166,7 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
     def entry(**values: Any) -> None:
         try:
             _refuse_unknown_variables(settings)
-            # Defaults are not passed on: 0 stands for "by the machine" where a given number must be higher.
-            made = settings(**{name: v for name, v in values.items() if v != settings.model_fields[name].default})
+            made = settings(**values)
         except ValidationError as error:
             first = error.errors()[0]
             flag = _flag(str(first["loc"][0]))

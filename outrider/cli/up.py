@@ -75,7 +75,7 @@ def up(
     quantization: launch_options.Quantization = "none",
     engine: launch_options.Engine = "auto",
     threads: launch_options.Threads = 0,
-    kv_tokens: Annotated[int, option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
+    kv_tokens: Annotated[int, option("--kv-tokens", "KV cache of each verifier, tokens; 0: what fits a GPU.")] = 65_536,
     log_level: Annotated[str, option("--log-level", "debug, info, warning or error.")] = "info",
     api_keys: Annotated[str, option("--api-keys", "API keys of clients: with commas, or @FILE, one per line.")] = "",
     open_metrics: Annotated[bool, option("--open-metrics", "Serve HTTP /metrics without an API key.")] = False,

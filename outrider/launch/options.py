@@ -17,7 +17,7 @@ DrafterChoice = Annotated[str, option("--drafter", f"{DRAFTER_FORMS}.")]
 Device = Annotated[str, option("--device", "Device of the verifiers: auto, cpu, cuda or cuda:N.")]
 DrafterDevice = Annotated[str, option("--drafter-device", "Device of the drafters.")]
 Dtype = Annotated[str, option("--dtype", "auto, float32, bfloat16 or float16.")]
-Quantization = Annotated[str, option("--quantization", "The target's weights: none or int8 (on a CPU).")]
+Quantization = Annotated[str, option("--quantization", "Of the target: none, int8 (CPU), fp8 or bitsandbytes (vLLM).")]
 Engine = Annotated[
     str,
     option(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from pydantic import Field, WrapValidator
 
 from outrider.base.config import DrafterKey, WorkerSettings
 from outrider.models.hub import DEFAULT
@@ -27,8 +29,8 @@ class VerifierSettings(WorkerSettings, DrafterKey):
     )
     tensor_parallel: int = Field(1, ge=1, description="Number of processes that the model is split over.")
     pipeline_parallel: int = Field(1, ge=1, description="Number of stages of the model: only 1, since texts differed.")
-    kv_tokens: int = Field(
-        0, ge=64, description="KV cache capacity, tokens of all sessions together; 0: 65,536, on a GPU what fits."
+    kv_tokens: Annotated[int, Field(ge=64), WrapValidator(lambda n, check: 0 if n in (0, "0") else check(n))] = Field(
+        0, description="KV cache capacity, tokens of all sessions together; 0: 65,536, on a GPU what fits."
     )
     gpu_memory: float = Field(0.0, ge=0, le=1, description="With --engine vllm: share of GPU memory; 0: vLLM's own.")
     max_model_len: int = Field(

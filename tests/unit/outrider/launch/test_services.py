@@ -144,6 +144,13 @@ def test_the_nearer_setting_holds(tmp_path: Path) -> None:
     assert (one.name, two.name) == ("verifier-1", "verifier-2")
 
 
+@pytest.mark.parametrize(("given", "assignments"), [({}, ["verifier.kv-tokens=0"]), ({"kv_tokens": 0}, [])])
+def test_the_size_of_the_cache_may_be_left_to_the_verifier(given: dict[str, Any], assignments: list[str]) -> None:
+    (verifier,) = make_services("verifier", [given], read_assignments(assignments))
+    assert verifier.settings == VerifierSettings()
+    assert "--kv-tokens" not in verifier.command
+
+
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
