@@ -108,18 +108,13 @@ class CoordinatorMetrics(Metrics):
             self._refused_by.labels(limit)
         self.running = gauge("num_requests_running", "Requests that have produced tokens.", model)
         self.waiting = gauge("num_requests_waiting", "Requests without a token yet: queued, or in prefill.", model)
-        self.waiting_by_class = gauge(
-            "requests_waiting_by_priority",
-            "The same by priority class; a class that has had none is left out.",
-            model,
-            "priority",
-        )
+        self.waiting_by_class = gauge("requests_waiting_by_priority", "The same by priority class.", model, "priority")
         self.success = counter("request_success", "Requests that did not fail, by reason.", model, "finished_reason")
         self.failed = counter("requests_failed", "Requests that ended by an error, by error code.", model, "code")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of started requests.", model)
         self.generation_tokens = counter("generation_tokens", "Tokens committed.", model)
         self.first_token = histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_S, model
+            "time_to_first_token_seconds", "From a session's start to its first token.", _FIRST_TOKEN_S, model
         )
         self.between = histogram(
             "inter_token_latency_seconds",
@@ -133,7 +128,7 @@ class CoordinatorMetrics(Metrics):
             _BETWEEN_TOKENS_S,
             model,
         )
-        self.whole = histogram("e2e_request_latency_seconds", "Finished requests: arrival to end.", _WHOLE_S, model)
+        self.whole = histogram("e2e_request_latency_seconds", "Finished sessions: start to end.", _WHOLE_S, model)
         self.prompt = histogram("request_prompt_tokens", "Per finished request: prompt tokens.", _TOKENS, model)
         self.output = histogram("request_generation_tokens", "Per finished request: output tokens.", _TOKENS, model)
 
