@@ -14,12 +14,12 @@
 {{- $gpus := int $values.gpu.count -}}
 {{- $nodes := int $values.vllm.nodes -}}
 {{- $engine := get $given "engine" -}}
+{{- if gt (int (get $given "pipeline-parallel")) 1 -}}
+{{- fail "verifier.settings.pipeline-parallel: only 1, since texts differed; use tensor-parallel over all GPUs" -}}
+{{- end -}}
 {{- if $values.vllm.enabled -}}
 {{- if and $engine (ne $engine "vllm") -}}
 {{- fail (printf "verifier.settings.engine is %s, but verifier.vllm.enabled needs vllm" $engine) -}}
-{{- end -}}
-{{- if gt (int (get $given "pipeline-parallel")) 1 -}}
-{{- fail "verifier.settings.pipeline-parallel: it does not work on vLLM yet, use tensor-parallel over all GPUs" -}}
 {{- end -}}
 {{- $places := mul (max $gpus 1) $nodes -}}
 {{- $processes := int (default $places (get $given "tensor-parallel")) -}}
@@ -40,9 +40,6 @@
 {{- else -}}
 {{- if gt $nodes 1 -}}
 {{- fail (printf "verifier.vllm.nodes is %d: several nodes need verifier.vllm.enabled" $nodes) -}}
-{{- end -}}
-{{- if and (gt (int (get $given "pipeline-parallel")) 1) (ne $engine "vllm") -}}
-{{- fail "verifier.settings.pipeline-parallel needs verifier.vllm.enabled" -}}
 {{- end -}}
 {{- if and (gt $gpus 1) (not (hasKey $given "tensor-parallel")) -}}
 {{- $derived = dict "tensor-parallel" $gpus -}}
