@@ -106,7 +106,7 @@ class SamplingParams(google.protobuf.message.Message):
     seed: builtins.int
     """absent: chosen by the coordinator"""
     max_tokens: builtins.int
-    """output tokens, at least 1"""
+    """output tokens, at least 1; default 256, at a coordinator"""
     ignore_eos: builtins.bool
     """continue after the model's end token"""
     logprobs: builtins.int
