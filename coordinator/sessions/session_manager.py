@@ -142,12 +142,8 @@ class SessionManager:
 
     async def begin(self, request: SessionRequest, target: Target, key: str = "") -> Session:
         """Return a new session, or the one that this idempotency key stands for."""
-        if key not in self._keys:  # a repeated request starts nothing
-            self._context.seats(target.identity).check_in_time(tenant().id, urgency(), request)
-            running = [s for s in self.live if s.target.identity == target.identity and not s.ended]
-            waits = [(session.record.tenant, session.stats.waiting) for session in running]
-            limits_of(self._settings, target).admit(target.info.name, waits, tenant().id)
-            self.admit(len(request.prompt))
+        if new := key not in self._keys:  # a repeated request starts nothing
+            self._admit_request(request, target)
         # Prefix caches of this tenant are kept apart from those of other tenants.
         salt = request.cache_salt if self._settings.share_prefixes else tenant().salt(request.cache_salt)
         salted = replace(request, cache_salt=salt)
@@ -163,9 +159,15 @@ class SessionManager:
                 self._sessions.pop(record.session_id, None)
                 session.stop(Unavailable("the first request with this idempotency_key failed", retry_after_ms=500))
         if not session.ended:
-            session.start()
-            return session
-        return await self._find_by_key(replace(record, session_id=known_id), target)
+            return self._run(session)
+        return await self._find_by_key(replace(record, session_id=known_id), target, admitted=new)
+
+    def _admit_request(self, request: SessionRequest, target: Target) -> None:
+        self._context.seats(target.identity).check_in_time(tenant().id, urgency(), request)
+        running = [s for s in self.live if s.target.identity == target.identity and not s.ended]
+        waits = [(session.record.tenant, session.stats.waiting) for session in running]
+        limits_of(self._settings, target).admit(target.info.name, waits, tenant().id)
+        self.admit(len(request.prompt))
 
     def admit(self, num_tokens: int) -> None:
         """Count a new session of the calling tenant, with its prompt; raise Overloaded beyond a limit."""
@@ -179,7 +181,7 @@ class SessionManager:
         running = [session.record.tenant for session in self._sessions.values() if not session.ended] + self.attached
         return running.count(tenant().id), len(running)
 
-    async def _find_by_key(self, record: SessionRecord, target: Target) -> Session:
+    async def _find_by_key(self, record: SessionRecord, target: Target, *, admitted: bool) -> Session:
         """Return the session that an idempotency key stands for; start it again only if it is stored nowhere."""
         for _ in range(_FIND_ATTEMPTS):
             try:
@@ -190,7 +192,9 @@ class SessionManager:
             if known.target.identity != target.identity:
                 raise Conflict("this idempotency_key was used for another model", field="idempotency_key")
             return known
-        return self._live(record.session_id) or self._run(Session(record, target, self._context))
+        if (live := self._live(record.session_id)) is None and not admitted:
+            self._admit_request(record.request, target)
+        return live or self._run(Session(record, target, self._context))
 
     async def take_over(self, session_id: str, position: int, tail: tuple[int, ...]) -> Session:
         """Return the session to follow: the running one, or one continued from its record."""

@@ -12,6 +12,7 @@ import grpc
 import httpx2 as httpx
 import pytest
 import pytest_asyncio
+import redis
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
@@ -31,6 +32,7 @@ PROMPT = "What is mine is mine, and what is yours is yours. What is mine is not 
 FLEET_KEY = "secret-of-the-fleet"
 ALICE, BOB = "alice-s-key", "bob-s-key"
 KEYS = f"alice: {ALICE},bob: {BOB},limited: few requests_per_minute=2,short: little tokens_per_minute=100"
+KEYS += ",again: once requests_per_minute=1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,24 @@ async def test_over_http_it_is_the_same(hotel: Hotel) -> None:
         ]
     assert cached[0] == 0
     assert cached[1] > 0
+
+
+async def test_a_repeated_request_whose_answer_is_forgotten_counts_for_its_key(
+    hotel: Hotel, redis_server: Redis
+) -> None:
+    """It generates again. Keys of yesterday would else start any number of sessions at once."""
+    request = ask(PROMPT, max_tokens=2)
+    request.idempotency_key = secrets.token_hex(4)
+    sessions = hotel.service.sessions
+    async with hotel.guest("once") as once:
+        output = await generate(once, request)
+        assert (await generate(once, request)).token_ids == output.token_ids, "told again"
+        assert await sessions.write_behind.flush(5)
+        sessions.ended.recent.clear()
+        with redis.Redis.from_url(redis_server.url) as store:
+            store.flushall()
+        code, _, typed = await failure(once.Generate(request, timeout=10))
+        assert (code, typed.field) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "key.requests_per_minute")
 
 
 async def test_a_key_has_its_quotas(hotel: Hotel) -> None:

@@ -70,7 +70,7 @@ class Requests:
 
     async def find(self, session_id: str) -> Session:
         record = SessionRecord(session_id, REQUEST, model=TARGET.identity)
-        return await self.manager._find_by_key(record, TARGET)
+        return await self.manager._find_by_key(record, TARGET, admitted=True)
 
 
 @pytest.fixture
