@@ -57,7 +57,7 @@ def generate(
 ) -> None:
     """Generate from a prompt and stream the text.
 
-    The text is the target model's own with every drafter: --gamma and --plain change the speed only.
+    The text is the target's own with every drafter. In greedy and coupled mode --gamma and --plain never change it.
     """
     params = options.sampling(context.params)
     text = sys.stdin.read() if prompt == "-" else prompt

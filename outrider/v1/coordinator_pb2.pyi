@@ -105,7 +105,7 @@ class GenerateRequest(google.protobuf.message.Message):
     prompt: builtins.str
     """used unchanged"""
     idempotency_key: builtins.str
-    """a repeated key does not generate twice; one namespace per API key"""
+    """a repeated key does not generate twice within --session-ttl-s; one namespace per API key"""
     cache_salt: builtins.str
     """cached prefixes are shared only among requests with the same salt"""
     model: builtins.str
