@@ -90,6 +90,6 @@ async def test_a_prompt_of_many_end_tokens_is_refused(
     """Each takes a session, and none is started."""
     end, started = house.service.sessions.targets.named("").info.eos_token_ids[0], list[Any]()
     monkeypatch.setattr(prompt_logprobs, "start_answer", lambda *given: started.append(given))
-    with pytest.raises(BadRequestError, match="36 parts at end tokens, must be at most 34 for log probabilities"):
+    with pytest.raises(BadRequestError, match="36 parts of 4000 tokens or to an end token, must be at most 34"):
         await api.completions.create(prompt=[[65, *[end] * 35], [65, 66]], **ASK)
     assert not started

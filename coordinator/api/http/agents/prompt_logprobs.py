@@ -38,7 +38,7 @@ async def echoed_prompts(
     runs = sum(len([*_runs(prompt, target.info.eos_token_ids)]) for prompt in distinct)
     if runs > (most := len(distinct) + _MORE_RUNS):
         with admission(sessions.metrics):
-            raise InvalidRequest.of("prompt", f"{runs} parts at end tokens", f"at most {most} for log probabilities")
+            raise InvalidRequest.of("prompt", f"{runs} parts of {_MOST} tokens or to an end token", f"at most {most}")
     return {
         prompt: await _write(sessions, request, sent[prompt], target, key and f"{key}\nprompt {number}")
         for number, (prompt, request) in enumerate(distinct.items())
