@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import replace
 
 import structlog
@@ -26,26 +28,29 @@ _RESERVE_S = 0.25
 class IdempotencyKeys:
     """Sessions by idempotency key, in Redis and, for a time without it, in memory."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, ttl_s: float, running: Container[str]) -> None:
         self._store = store
-        self._keys: OrderedDict[str, str] = OrderedDict()
+        self._ttl_s = ttl_s
+        self._running = running  # ids of sessions, whose keys hold longer
+        self._keys: OrderedDict[str, tuple[str, float]] = OrderedDict()  # what they stand for, and until when
 
     def __contains__(self, key: str) -> bool:
-        return _name(key) in self._keys
+        value, until = self._keys.get(_name(key), ("", 0.0))
+        return until > time.monotonic() or value.partition(" ")[0] in self._running
 
     async def reserve(self, key: str, session_id: str, request: SessionRequest) -> str:
         """Return the id of the session that a key stands for: `session_id`, or the one it was used for before."""
         digest = hashlib.sha256(_identity(request).encode()).hexdigest()[:16]
-        name = _name(key)
-        value = f"{session_id} {digest}"
-        reserved = self._keys.get(name)
-        if reserved is None:
+        name, value = _name(key), f"{session_id} {digest}"
+        reserved = None
+        if key not in self:
+            self._keys.pop(name, None)
             try:
                 async with asyncio.timeout(_RESERVE_S):
                     reserved = await self._store.reserve(name, value)
             except (StoreDown, TimeoutError) as error:
                 log.warning("idempotency key not stored in redis", error=str(error))
-        reserved = self._keys.setdefault(name, reserved or value)
+        reserved, _ = self._keys.setdefault(name, (reserved or value, time.monotonic() + self._ttl_s))
         while len(self._keys) > _REMEMBERED_KEYS:
             self._keys.popitem(last=False)
         known_id, _, known_digest = reserved.partition(" ")

@@ -95,7 +95,7 @@ class SessionManager:
         self._claiming: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by session
         self.attached: list[str] = []  # tenants of sessions that engines attached
         self.ended = EndedSessions(self.store)
-        self._keys = IdempotencyKeys(self.store)
+        self._keys = IdempotencyKeys(self.store, ttl_s, self._sessions)
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
 

@@ -172,12 +172,7 @@ class CoordinatorMetrics(Metrics):
         self.worker_sessions = gauge("worker_sessions", "Our sessions on a worker.", "role", "kind", "worker")
         self.redis_up = gauge("redis_up", "1 while Redis answers: sessions survive this coordinator.")
         self.unwritten = gauge("unwritten_sessions", "Sessions with changes not yet written to Redis.")
-        self.records_skipped = counter(
-            "redis_records_skipped",
-            "Records in Redis that were skipped as invalid, by kind and reason.",
-            "record",
-            "reason",
-        )
+        self.records_skipped = counter("redis_records_skipped", "Invalid records in Redis.", "record", "reason")
 
     @contextmanager
     def count_refusals(self) -> Iterator[None]:

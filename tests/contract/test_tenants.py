@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -149,6 +150,27 @@ async def test_a_repeated_request_whose_answer_is_forgotten_counts_for_its_key(
             store.flushall()
         code, _, typed = await failure(once.Generate(request, timeout=10))
         assert (code, typed.field) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "key.requests_per_minute")
+
+
+async def test_an_idempotency_key_is_free_again_when_redis_has_forgotten_it(
+    hotel: Hotel, loaded: LoadedModel, redis_server: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It named another request an hour ago. Another coordinator would take it, too. A running session keeps its key."""
+    monkeypatch.setattr(hotel.service.sessions._keys, "_ttl_s", 0.1)
+    request, other = [ask(PROMPT, max_tokens=tokens, ignore_eos=True) for tokens in (30, 3)]
+    request.idempotency_key = other.idempotency_key = "the report of the day"
+    async with hotel.guest(ALICE) as alice:
+        with redis.Redis.from_url(redis_server.url) as store, slowed(loaded, 0.1):
+            running = asyncio.create_task(generate(alice, request))
+            await asyncio.sleep(0.5)
+            store.flushall()
+            assert (await failure(alice.Generate(other, timeout=10)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+            again = await generate(alice, request)
+            first = await running
+            store.flushall()
+        second = await generate(alice, other)
+    assert again.session_id == first.session_id != second.session_id
+    assert len(second.token_ids) == 3
 
 
 async def test_a_key_has_its_quotas(hotel: Hotel) -> None:
