@@ -161,7 +161,7 @@ def _peers(client: Client, endpoint: str) -> Iterator[Finding]:
             yield Finding("coordinator", "bad", f"{endpoint}: {error.message}", "set --api-key")
             return
         except OutriderError:
-            yield Finding("coordinator", "note", f"none at {endpoint}", "start one: outrider up")
+            yield Finding("coordinator", "note", f"none at {endpoint}", "run outrider up; with TLS, set --tls-ca")
             return
     durable = "sessions are durable" if server.durable else "its Redis does not answer"
     yield _judged("coordinator", server.durable, f"{endpoint}, {server.sessions} sessions, {durable}")
