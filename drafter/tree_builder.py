@@ -73,7 +73,9 @@ class TreeBuilder:
         """
         children = self._children.get(node, {})
         base = self.score(node)
-        self._record_proposed(node, choices)
+        if node not in self._children:  # recorded once per node
+            for rank, (_, logprob) in enumerate(choices[: self._branches]):
+                self._calibration.record_proposed(rank, logprob)
         choices = [(token, self._calibration.score(rank, logprob)) for rank, (token, logprob) in enumerate(choices)]
         stated = dict(choices)
         for token, child in children.items():
@@ -84,12 +86,6 @@ class TreeBuilder:
             if token not in children:
                 heapq.heappush(self._choices, (-(base + logprob), self._num_choices, node, token))
                 self._num_choices += 1  # ties: the first one stated
-
-    def _record_proposed(self, node: int, choices: Sequence[Choice]) -> None:
-        """Record the stated probabilities once per node, before it has children."""
-        if node not in self._children:
-            for rank, (_, logprob) in enumerate(choices[: self._branches]):
-                self._calibration.record_proposed(rank, logprob)
 
     def add(self, min_score: float = -math.inf) -> int | None:
         """Add the likeliest choice of at least this score; return its node, or None if there is none or no budget."""

@@ -93,10 +93,8 @@ class Admission:
             raise InvalidRequest.of("params.max_tokens", session.params.max_tokens, limit)
 
     def _fits(self, session: VerifySession) -> bool:
-        return (
-            len(self.running) < self._limits.max_sessions
-            and self.reserved_tokens + self._tokens_to_reserve(session) <= self._limits.kv_tokens
-        )
+        reserved = self.reserved_tokens + self._tokens_to_reserve(session)
+        return len(self.running) < self._limits.max_sessions and reserved <= self._limits.kv_tokens
 
     def _tokens_to_reserve(self, session: VerifySession) -> int:
         """Return the KV cache, in whole blocks, that a session can come to need: no step finds the cache full."""

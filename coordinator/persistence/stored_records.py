@@ -136,7 +136,7 @@ def read_session(
         raise Unreadable("session: without a request or an epoch")
     asked = SessionRequest.from_json(request)
     asked.check()
-    ids, kinds = unpack(tokens)
+    ids, kinds, ended = *unpack(tokens), int(finish or b"0")
     top = asked.params.logprobs
     known = [] if top is None else _finite(unpack_logprobs(logprobs, top)[: len(ids)])
     missing = 0 if top is None else len(ids) - len(known)  # evicted
@@ -147,7 +147,7 @@ def read_session(
         tokens=ids,
         kinds=kinds,
         logprobs=[*known, *[None] * missing],
-        finish_reason=_finish(finish or b"0"),
+        finish_reason=FinishReason(ended) if ended in set(FinishReason) else FinishReason.STOP,  # of a newer version
         model=(model or b"").decode(),
         verifier=(verifier or b"").decode(),
         tenant=asking if tenant is None else tenant.decode(),
@@ -167,12 +167,6 @@ def check_session(record: SessionRecord, target: ModelInfo) -> None:
     check_tokens("tokens", record.tokens, target.vocab_size)
     if len(record.tokens) > record.request.params.max_tokens:
         raise Unreadable(f"session: {len(record.tokens)} tokens, of at most {record.request.params.max_tokens}")
-
-
-def _finish(text: bytes) -> FinishReason:
-    """Return the finish reason; reasons of newer versions become STOP."""
-    number = int(text)
-    return FinishReason(number) if number in set(FinishReason) else FinishReason.STOP
 
 
 @_reading("idempotency key")

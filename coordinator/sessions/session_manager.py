@@ -63,7 +63,7 @@ class SessionManager:
         self.metrics = CoordinatorMetrics(Mode)
         skipped, ttl_s = self.metrics.record_skipped, settings.session_ttl_s
         self.store = Store(redis_url, self.coordinator_id, ttl_s, fleet.verifiers, skipped)
-        self.write_behind = WriteBehind(self.store, self._is_kept)
+        self.write_behind = WriteBehind(self.store, lambda it: it in self._sessions or it in self.ended.recent)
         self._pairs = PairHistoryStore(self.store)
         self.worker_pool = WorkerPool(
             fleet,
@@ -262,6 +262,3 @@ class SessionManager:
         if self._sessions.get(session.record.session_id) is session:
             del self._sessions[session.record.session_id]
         self.ended.keep(session.record)
-
-    def _is_kept(self, session_id: str) -> bool:
-        return session_id in self._sessions or session_id in self.ended.recent

@@ -79,9 +79,10 @@ class Generation:
 
 def collect(replies: Iterable[Reply]) -> Generation:
     """Return the generation of a complete stream; raise PeerLost if it is not."""
-    first, *others = replies
-    parts = [reply for reply in others if isinstance(reply, Tokens)]
-    if not isinstance(first, Started) or not others or not isinstance(last := others[-1], Finished):
+    received = list(replies)
+    parts = [reply for reply in received if isinstance(reply, Tokens)]
+    first, last = (received[0], received[-1]) if received else (None, None)
+    if not isinstance(first, Started) or not isinstance(last, Finished):
         raise PeerLost("the stream ended before the output was complete")
     return Generation(
         text="".join(part.text for part in parts) + last.text,

@@ -149,7 +149,7 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
     return transformers.PreTrainedTokenizerFast(**kept) if is_gpt2 else type(found)(**kept)
 
 
-class _Reader(gguf.GGUFReader):
+class _FastReader(gguf.GGUFReader):
     def _build_fields(self, offs: int, count: int) -> int:
         self.data = self.data.view(np.ndarray)  # type: ignore[assignment]  # each slice of a map takes long
         return super()._build_fields(offs, count)
@@ -158,7 +158,7 @@ class _Reader(gguf.GGUFReader):
 @contextlib.contextmanager
 def _read_once(source: Path) -> Iterator[gguf.GGUFReader]:
     """Return a file's reader, which transformers also uses inside: it would read all names and tokens several times."""
-    reader, original = _Reader(source), gguf.GGUFReader
+    reader, original = _FastReader(source), gguf.GGUFReader
     shared: Any = lambda path: reader if Path(path).samefile(source) else original(path)  # noqa: E731
     gguf.GGUFReader = shared  # type: ignore[misc]
     try:

@@ -18,8 +18,7 @@ def frequent_ids(examples: Iterable[Example], count: int, vocab_size: int, known
     """Return the ids that the target generates most often, ascending, filled up with `known`, then the lowest ones."""
     counts = Counter(token for example in examples for token in example.tokens[example.prompt_length :].tolist())
     best = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))][:count]
-    others = dict.fromkeys((*known, *range(vocab_size)))
-    best += [token for token in others if token not in counts][: count - len(best)]
+    best += [token for token in dict.fromkeys((*known, *range(vocab_size))) if token not in counts][: count - len(best)]
     return torch.tensor(sorted(best))
 
 

@@ -68,7 +68,8 @@ class BlockManager:
         index, offset = divmod(length, BLOCK_TOKENS)
         must_copy = offset > 0 and table.blocks[index] in self.pool.key_of
         if self.pool.num_used + needed + must_copy > self.pool.num_blocks:
-            raise self._full()
+            used, limit = self.pool.num_used * BLOCK_TOKENS, self.pool.num_blocks * BLOCK_TOKENS
+            raise Overloaded(f"the cache of {limit} tokens is full", field="kv_tokens", value=used, limit=limit)
         copy = None
         if must_copy:
             copy = table.blocks[index], self.pool.take()
@@ -121,7 +122,3 @@ class BlockManager:
         for index in range(len(table.indexed), path_length // BLOCK_TOKENS):
             part = tuple(table.tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS])
             table.indexed.append(self.pool.enter((table.last_entry, part), table.blocks[index]))
-
-    def _full(self) -> Overloaded:
-        used, limit = self.pool.num_used * BLOCK_TOKENS, self.pool.num_blocks * BLOCK_TOKENS
-        return Overloaded(f"the cache of {limit} tokens is full", field="kv_tokens", value=used, limit=limit)
