@@ -114,7 +114,7 @@ def test_the_example_of_the_documentation_is_taken(tmp_path: Path) -> None:
     assert len(make_services("coordinator", [{}], overrides)) == 1
     one, two = make_services("verifier", [{}] * flags["verifiers"], overrides)
     assert one.settings.model_dump()["device"] == "cuda:0"
-    assert two.settings.model_dump()["metrics_port"] == 9103
+    assert two.settings.model_dump()["metrics_port"] == 9102
 
 
 @pytest.mark.parametrize(
