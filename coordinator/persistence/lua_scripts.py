@@ -52,7 +52,7 @@ end
 local epoch = tonumber(ARGV[1])
 if held and (held > epoch or held == epoch and redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2]) then return 'FENCED' end
 if (held == nil or held < epoch) and ARGV[3] == '' then return 'MISSING' end
-if held == nil then redis.call('DEL', KEYS[2], KEYS[3]) end  -- of an evicted record
+if held ~= epoch then redis.call('DEL', KEYS[1], KEYS[2], KEYS[3]) end  -- of an evicted record, or an older state
 if ARGV[3] ~= '' then
   redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2], 'request', ARGV[3], 'model', ARGV[4])
   redis.call('HSET', KEYS[1], 'tenant', ARGV[10], 'logprobs', ARGV[13])

@@ -8,6 +8,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,8 +274,12 @@ async def test_an_older_state_of_redis_brings_no_older_owner_back(redis_server: 
             for key, value in zip(keys, state, strict=True):
                 there.restore(key, 0, value, replace=True)  # type: ignore[arg-type]
         assert await after.write(record, 4, 4, whole=False) == "MISSING", "it writes all of it again"
+        assert await before.write(replace(started(35), finish_reason=FinishReason.STOP), 4, 9, whole=False) == "OK"
         assert await after.write(record, 0, 4, whole=True) == "OK"
         assert await before.write(started(35), 4, 9, whole=False) == "FENCED"
+        written = await after.claim("of-two-3")
+        assert written is not None
+        assert (len(written.tokens), written.finished) == (4, False), "nothing of what the older one wrote meanwhile"
     finally:
         await before.connection.close()
         await after.connection.close()
