@@ -123,17 +123,16 @@ class Session:
     async def run(self) -> None:
         """Generate until the output ends, on one verifier after another."""
         fruitless = 0
-        request = self.record.request
-        num_tokens = len(request.prompt) + request.params.max_tokens + _EXTRA_TOKENS
         try:
             self.store()
-            seats = self._context.seats(self.target.identity)
+            seats, num_tokens = self._context.seats(self.target.identity), self._verifiers.prompt.num_tokens
             while not self.record.finished:
                 before = len(self.record.tokens)
                 try:
                     held = seats.taken(self.record.tenant, num_tokens, self.urgency.priority, resumed=before > 0)
                     async with held as seat:
-                        await self._run_on_one_verifier()
+                        while await self._run_on_one_verifier():
+                            pass  # with its seat: those of the draining verifier are no longer counted
                         seats.measure(seat, self.record, self.stats.values)
                 except NoVerifier:
                     raise  # none was lost
@@ -143,7 +142,7 @@ class Session:
                     self.stats.record_verifier_loss(error)
                     if fruitless > MAX_FRUITLESS:
                         raise
-            if request.params.mode.needs_draft_probs:  # another coordinator would draw another end
+            if self.record.request.params.mode.needs_draft_probs:  # another coordinator would draw another end
                 await self._context.write_behind.write_first(self._entry, "session ended without redis")
         except OutriderError as error:
             self.error = error
@@ -153,7 +152,7 @@ class Session:
         finally:
             self._end()
 
-    async def _run_on_one_verifier(self) -> None:
+    async def _run_on_one_verifier(self) -> bool:
         connection = await self._verifiers.wait_for(prefer=self.record.verifier)
         try:
             states = self.drafting.begin_states(connection.info)
@@ -170,7 +169,7 @@ class Session:
                         self._commit(reply)
                         other = self._verifiers.available() if connection.info.draining else None
                         if self.record.finished or (other is not None and has_room(other, self._verifiers.prompt)):
-                            return
+                            return not self.record.finished  # if not, it leaves for the other one
                 if not self.record.finished:
                     raise PeerLost(f"{connection.info.address} ended the stream before the output was complete")
         except Overloaded:
@@ -183,6 +182,7 @@ class Session:
             if (session_error := self._verifiers.record_failure(connection, error)) is error:
                 raise
             raise session_error from error
+        return False
 
     def _commit(self, verdict: Verdict) -> None:
         """Append a verdict's tokens to the output and the record, and send them to the drafters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -165,6 +165,30 @@ async def test_a_session_leaves_a_draining_verifier_for_one_where_it_would_run_a
     await Session(record, TARGET, stage.manager._context).run()
     assert record.tokens == [7, 7, 7]
     assert stage.visited == (["1"] if waiting else ["1", "2"])
+
+
+async def test_a_session_that_leaves_a_draining_verifier_keeps_its_seat(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seats are counted of the others only, which have fewer than all sessions that run: it would wait for one."""
+    first, second = stage.manager.worker_pool.connections()
+    first.info, second.info = (replace(each.info, capacity=4) for each in (first, second))
+    seats = stage.manager._context.seats("f")
+    monkeypatch.setattr(seats, "_several", lambda: True)
+
+    def acts() -> Iterator[Act]:
+        yield said(0)
+        first.info = replace(first.info, draining=True)
+        yield said(1)
+        yield said(2, last=True)
+
+    stage.acts, record = acts(), SessionRecord("s", REQUEST, model="f", verifier="1")
+    async with AsyncExitStack() as others:
+        for tenant in "ABCD":
+            await others.enter_async_context(seats.taken(tenant, 1, resumed=False))
+        async with asyncio.timeout(5):
+            await Session(record, TARGET, stage.manager._context).run()
+    assert stage.visited == ["1", "2"]
 
 
 async def test_full_verifiers_are_not_asked_without_an_end(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
