@@ -29,8 +29,7 @@ class IdempotencyKeys:
     """Sessions by idempotency key, in Redis and, for a time without it, in memory."""
 
     def __init__(self, store: Store, ttl_s: float, running: Container[str]) -> None:
-        self._store = store
-        self._ttl_s = ttl_s
+        self._store, self._ttl_s = store, ttl_s
         self._running = running  # ids of sessions, whose keys hold longer
         self._keys: OrderedDict[str, tuple[str, float]] = OrderedDict()  # what they stand for, and until when
 
@@ -41,16 +40,15 @@ class IdempotencyKeys:
     async def reserve(self, key: str, session_id: str, request: SessionRequest) -> str:
         """Return the id of the session that a key stands for: `session_id`, or the one it was used for before."""
         digest = hashlib.sha256(_identity(request).encode()).hexdigest()[:16]
-        name, value = _name(key), f"{session_id} {digest}"
-        reserved = None
+        name, known = _name(key), (f"{session_id} {digest}", self._ttl_s)
         if key not in self:
             self._keys.pop(name, None)
             try:
                 async with asyncio.timeout(_RESERVE_S):
-                    reserved = await self._store.reserve(name, value)
+                    known = await self._store.reserve(name, known[0]) or known
             except (StoreDown, TimeoutError) as error:
                 log.warning("idempotency key not stored in redis", error=str(error))
-        reserved, _ = self._keys.setdefault(name, (reserved or value, time.monotonic() + self._ttl_s))
+        reserved, _ = self._keys.setdefault(name, (known[0], time.monotonic() + known[1]))
         while len(self._keys) > _REMEMBERED_KEYS:
             self._keys.popitem(last=False)
         known_id, _, known_digest = reserved.partition(" ")

@@ -113,13 +113,14 @@ class Store:
                 raise Unreadable("session: another shape than a coordinator writes")
         return None if reply < 0 else bool(reply)
 
-    async def reserve(self, key: str, value: str) -> str | None:
-        """Store an idempotency key's value if it has none; return the value it had, or raise Unreadable."""
+    async def reserve(self, key: str, value: str) -> tuple[str, float] | None:
+        """Store an idempotency key's value if it has none; return what it had, for so many s, or raise Unreadable."""
         name = f"{_PREFIX}:idempotency:{key}"
         with self.connection.validating("idempotency"):
             async with self.connection.calling():
+                left_ms = await self._redis.pttl(name)
                 reserved = cast(bytes | None, await self._redis.set(name, value, nx=True, ex=self._ttl_s, get=True))
-            return stored_records.read_reserved(reserved) if reserved is not None else None
+            return None if reserved is None else (stored_records.read_reserved(reserved), left_ms / 1000)
 
     # Workers.
 

@@ -1,0 +1,42 @@
+"""Idempotency keys at several coordinators: they hold equally long at all of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.persistence import idempotency
+from coordinator.persistence.idempotency import IdempotencyKeys
+from coordinator.persistence.session_record import SessionRequest
+from outrider.protocol.sampling_params import SamplingParams
+
+TTL_S = 3600.0
+REQUEST = SessionRequest((1, 2), SamplingParams(seed=1))
+
+
+class SharedStore:
+    """What Redis does with keys."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._held: dict[str, tuple[str, float]] = {}
+
+    async def reserve(self, name: str, value: str) -> tuple[str, float] | None:
+        held, until = self._held.get(name, ("", 0.0))
+        if until > self.now:
+            return held, until - self.now
+        self._held[name] = value, self.now + TTL_S
+        return None
+
+
+async def test_a_key_ends_everywhere_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one coordinator would tell the new answer, and one that was asked late the old one for another hour."""
+    store: Any = SharedStore()
+    monkeypatch.setattr(idempotency, "time", SimpleNamespace(monotonic=lambda: store.now))
+    one, other = (IdempotencyKeys(store, TTL_S, ()) for _ in range(2))
+    found = []
+    for store.now, keys, new in ((0.0, one, "a"), (3500.0, other, "b"), (3601.0, one, "c"), (3602.0, other, "d")):
+        found.append(await keys.reserve("key", new, REQUEST))
+    assert found == ["a", "a", "c", "c"]
