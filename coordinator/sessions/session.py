@@ -181,6 +181,8 @@ class Session:
         except OutriderError as error:
             if (session_error := self._verifiers.record_failure(connection, error)) is error:
                 raise
+            if connection.info.draining and isinstance(session_error, PeerLost | Unavailable):
+                return True  # the time to drain is over: no failover
             raise session_error from error
         return False
 

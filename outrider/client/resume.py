@@ -32,7 +32,7 @@ class StreamProgress:
             self._session_id, self._position = request.session_id, request.from_position
             self._tail.extend(request.tail)
         self._started = False
-        self._endpoints = endpoints
+        self._endpoints, self._failures = endpoints, 0
         self._first_tries = _FIRST_TRIES + endpoints
         self._since = 0  # position at which the present stream started
         self._began = math.inf  # time at which it was accepted
@@ -77,8 +77,9 @@ class StreamProgress:
         return now <= self._give_up and (self._started or self._first_tries > 0)
 
     def pause_s(self, error: OutriderError, now: float) -> float:
-        """Return how long to wait before the next stream, so that each endpoint is asked when it wants to be."""
-        wanted_s = min(RESUME_FOR_S, (error.retry_after_ms or 0) / 1000 / self._endpoints)
+        """Return how long to wait before the next stream: as long as it says, once each endpoint was asked."""
+        self._failures += 1
+        wanted_s = 0 if self._failures % self._endpoints else min(RESUME_FOR_S, (error.retry_after_ms or 0) / 1000)
         return max(RETRY_S, wanted_s if self._until is None else min(wanted_s, self._until - now))
 
 

@@ -159,8 +159,7 @@ class _FastReader(gguf.GGUFReader):
 def _read_once(source: Path) -> Iterator[gguf.GGUFReader]:
     """Return a file's reader, which transformers also uses inside: it would read all names and tokens several times."""
     reader, original = _FastReader(source), gguf.GGUFReader
-    shared: Any = lambda path: reader if Path(path).samefile(source) else original(path)  # noqa: E731
-    gguf.GGUFReader = shared  # type: ignore[misc]
+    gguf.GGUFReader = lambda at: reader if Path(at).samefile(source) else original(at)  # type: ignore[assignment,misc]
     try:
         yield reader
     finally:
