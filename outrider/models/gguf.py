@@ -44,7 +44,7 @@ _ARCHITECTURES = {"llama", "qwen2", "qwen3", "gemma2", "gemma3"}  # their weight
 _TURN_ENDS = {"llama": ("<|eot_id|>", "<|eom_id|>"), "phi3": ("<|end|>",), "gemma2": ("<end_of_turn>",)}
 # Kinds of `tokenizer.ggml.pre` that transformers does not know: those with digits apart, and those that split as GPT-2.
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-_LIKE_GPT2 = {"default", "gpt-2", "phi-2", "olmo", "jais", "trillion", "mellum", "gigachat", "a.x-4.0", "exaone4"}
+_LIKE_GPT2 = {"default", "gpt-2", "phi-2", "olmo", "mpt", "trillion", "mellum", "gigachat", "a.x-4.0", "exaone4"}
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken"}  # whatever the merges
 
 
@@ -134,9 +134,9 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
     elif isinstance(splits, pre_tokenizers.ByteLevel) and kind not in _LIKE_GPT2:
         raise StartupError.of("tokenizer.ggml.pre", kind, "one that is known: load the model's safetensors instead")
     types = fields["token_type"].contents() if "token_type" in fields else [0] * len(tokens)
-    # A token with letters beyond those of bytes is spelled anew there. No text has one that is added (3, 4) so spelled.
-    spelled = {number: token for token, number in found.get_vocab().items() if number < len(tokens)}
-    vocab = {tokens[number] if types[number] in (3, 4) else token: number for number, token in spelled.items()}
+    # A token with letters beyond those of bytes is spelled anew there and can replace another. Added ones (3, 4) stay.
+    spelled = {at: token for token, at in found.get_vocab().items()}
+    vocab = {token if types[at] in (3, 4) else spelled.get(at, token): at for at, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in fields["merges"].contents()]
     made = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind in _WHOLE_WORDS))
     made.pre_tokenizer, made.decoder = splits, decoders.ByteLevel()

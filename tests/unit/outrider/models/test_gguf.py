@@ -409,10 +409,30 @@ def test_added_tokens_are_found_whatever_their_letters(architecture: str, pre: s
         assert max(tokenizer.encode("<|endoftext|></s>")) < shape.vocab, "of transformers' classes, not of the file"
 
 
+def test_an_added_token_of_spaces_does_not_replace_the_one_that_is_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in GPT-NeoX's vocabulary, which StableLM 3B has. Spelled by bytes, both are ĠĠ, and one had no place."""
+    add_types, add_merges = gguf.GGUFWriter.add_token_types, gguf.GGUFWriter.add_token_merges
+    monkeypatch.setattr(gguf.GGUFWriter, "add_token_types", lambda it, types: add_types(it, [*types[:-3], 1, 4, 3]))
+    monkeypatch.setattr(gguf.GGUFWriter, "add_token_merges", lambda it, merges: add_merges(it, [*merges, "Ġ Ġ"]))
+    shape = replace(SMALL, vocab=288)
+    path = write_gguf(tmp_path / "spaces.gguf", shape, lambda _: "Q8_0", pre="gpt-2", added=("ĠĠ", "  "))
+    for tokenizer in tokenizers_of(path, tmp_path):
+        assert tokenizer.convert_ids_to_tokens([shape.vocab - 3, shape.vocab - 2]) == ["ĠĠ", "  "]
+        ids = tokenizer.encode("a  b", add_special_tokens=False)
+        assert ids[1:-1] == [shape.vocab - 2]
+        assert tokenizer.decode(ids) == "a  b"
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     ("pre", "pieces"),
-    [("smollm", ["a", "ĊĊ", "1", "2", ".", "Ġb"]), ("gpt-2", ["a", "Ċ", "Ċ", "12", ".", "Ġb"])],
+    [
+        ("smollm", ["a", "ĊĊ", "1", "2", ".", "Ġb"]),
+        ("gpt-2", ["a", "Ċ", "Ċ", "12", ".", "Ġb"]),
+        ("mpt", ["a", "Ċ", "Ċ", "12", ".", "Ġb"]),
+    ],
 )
 def test_digits_are_apart_where_the_merges_were_learned_so(
     architecture: str, pre: str, pieces: list[str], tmp_path: Path
