@@ -39,7 +39,9 @@ class IdempotencyKeys:
 
     async def reserve(self, key: str, session_id: str, request: SessionRequest) -> str:
         """Return the id of the session that a key stands for: `session_id`, or the one it was used for before."""
-        digest = hashlib.sha256(_identity(request).encode()).hexdigest()[:16]
+        seed = None if request.drawn_seed else request.params.seed
+        same = replace(request, params=replace(request.params, seed=seed))  # without one that a coordinator drew
+        digest = hashlib.sha256(same.to_json().encode()).hexdigest()[:16]
         name, known = _name(key), (f"{session_id} {digest}", self._ttl_s)
         if key not in self:
             self._keys.pop(name, None)
@@ -65,9 +67,3 @@ def check_key(key: str) -> None:
 
 def _name(key: str) -> str:
     return hashlib.sha256(tenant().idempotency_key(key).encode()).hexdigest()
-
-
-def _identity(request: SessionRequest) -> str:
-    """Return the content by which two requests are the same; a seed that the coordinator drew is not part of it."""
-    seed = None if request.drawn_seed else request.params.seed
-    return replace(request, params=replace(request.params, seed=seed)).to_json()

@@ -23,7 +23,7 @@ from outrider.protocol import convert
 from outrider.protocol.checks import MAX_ID_CHARACTERS, check_tokens
 from outrider.protocol.errors import Conflict, InvalidRequest
 from outrider.protocol.fleet import ModelInfo, WorkerInfo
-from outrider.protocol.speculation import FinishReason, TokenLogprobs
+from outrider.protocol.speculation import FinishReason
 from outrider.security.api_keys import ApiKeys
 from outrider.v1 import coordinator_pb2 as pb
 
@@ -138,7 +138,9 @@ def read_session(
     asked.check()
     ids, kinds, ended = *unpack(tokens), int(finish or b"0")
     top = asked.params.logprobs
-    known = [] if top is None else _finite(unpack_logprobs(logprobs, top)[: len(ids)])
+    known = [] if top is None else unpack_logprobs(logprobs, top)[: len(ids)]
+    if any(one and any(math.isnan(value) for value in (one.logprob, *one.top_logprobs)) for one in known):
+        raise Unreadable("session: logprobs that are no numbers")
     missing = 0 if top is None else len(ids) - len(known)  # evicted
     return SessionRecord(
         session_id=session_id,
@@ -152,12 +154,6 @@ def read_session(
         verifier=(verifier or b"").decode(),
         tenant=asking if tenant is None else tenant.decode(),
     )
-
-
-def _finite(logprobs: list[TokenLogprobs | None]) -> list[TokenLogprobs | None]:
-    if any(one and any(math.isnan(value) for value in (one.logprob, *one.top_logprobs)) for one in logprobs):
-        raise Unreadable("session: logprobs that are no numbers")
-    return logprobs
 
 
 @_reading("session")

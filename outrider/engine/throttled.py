@@ -50,16 +50,13 @@ class ThrottledEngine(EngineWrapper):
             noisy = logits.clone()
             for index, depth in enumerate(new.depths()[new.logits_from :]):
                 position = start + depth
-                amount = self._blur_at(position)
+                part = bisect_right(self._blur, position, key=lambda point: point[0])
+                amount = self._blur[part - 1][1] if part else 0.0
                 if amount:
                     noise = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(position))
                     noisy[index] += amount * logits[index].std() * noise.to(logits)
             blurred.append(noisy)
         return replace(result, all_logits=torch.cat(blurred))
-
-    def _blur_at(self, position: int) -> float:
-        part = bisect_right(self._blur, position, key=lambda point: point[0])
-        return self._blur[part - 1][1] if part else 0.0
 
 
 def parse_pace(text: str) -> CostCurve:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
@@ -46,6 +46,12 @@ _TURN_ENDS = {"llama": ("<|eot_id|>", "<|eom_id|>"), "phi3": ("<|end|>",), "gemm
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 _LIKE_GPT2 = {"default", "gpt-2", "phi-2", "olmo", "mpt", "trillion", "mellum", "gigachat", "a.x-4.0", "exaone4"}
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken"}  # whatever the merges
+# The splits of Llama 3 and of Qwen 2, which the releases of transformers know from 5.18 on: digits in threes, or apart.
+_SPLITS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NUMBERS = dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "midm-2.0"), "{1,3}")
+_NUMBERS |= dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,9 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
     kind = fields["pre"].contents() if "pre" in fields else "default"
     if kind in _DIGITS_APART:
         splits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), splits])
+    elif isinstance(splits, pre_tokenizers.ByteLevel) and kind in _NUMBERS:
+        apart = pre_tokenizers.Split(Regex(_SPLITS % _NUMBERS[kind]), "isolated")
+        splits = pre_tokenizers.Sequence([apart, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     elif isinstance(splits, pre_tokenizers.ByteLevel) and kind not in _LIKE_GPT2:
         raise StartupError.of("tokenizer.ggml.pre", kind, "one that is known: load the model's safetensors instead")
     types = fields["token_type"].contents() if "token_type" in fields else [0] * len(tokens)

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from coordinator.admission.waiting.urgency import MAX_PRIORITY
-from coordinator.api.http.failures import of_validation
+from coordinator.api.http.failures import FIELD_NAMES, of_validation
 from coordinator.api.preprocess import LARGE_BYTES
 from outrider.protocol.errors import InvalidRequest, shorten
 from outrider.protocol.field_limits import LONGEST, MOST
@@ -79,6 +79,7 @@ class Body(BaseModel):
 
 async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
     """Return the body of a request, as the first of these kinds that has all of its required fields."""
+    FIELD_NAMES.set({})  # a pipelined request begins within the context of the one before
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         message = f"Content-Type is {shorten(media) or 'absent'}, must be application/json"

@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from outrider.engine import SessionTokens
@@ -440,6 +441,29 @@ def test_digits_are_apart_where_the_merges_were_learned_so(
     for tokenizer in tokenizers_of(scaled_file(tmp_path, architecture, pre=pre), tmp_path):
         found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a\n\n12. b")
         assert [piece for piece, _ in found] == pieces
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "stablelm2"])
+def test_texts_split_alike_where_transformers_knows_no_kinds(
+    pre: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As 5.17 does not, which splits each of them like GPT-2. Of the last one, no release knows anything."""
+    text = "It's 12345 o'CLOCK,\r\n\n  über\u00a0x ½ ..."
+    (known, _), read = tokenizers_of(scaled_file(tmp_path, pre=pre), tmp_path), AutoTokenizer.from_pretrained
+
+    def unaware(*given: Any, **more: Any) -> Any:
+        found = read(*given, **more)
+        if "gguf_file" in more:
+            found.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return found
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unaware)
+    (tmp_path / "old").mkdir()
+    for tokenizer in tokenizers_of(scaled_file(tmp_path / "old", pre=pre), tmp_path / "old"):
+        splits = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        assert splits == known.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        assert ("123" in dict(splits)) == (pre == "llama-bpe")
+        assert ("1" in dict(splits)) == (pre != "llama-bpe")
 
 
 @pytest.mark.parametrize(("pre", "whole", "begins"), [("llama-bpe", 1, 1), ("qwen2", 2, 0)])

@@ -16,6 +16,7 @@ from starlette.types import Message
 
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.bodies import Body, CompletionBody, read_body
+from coordinator.api.http.failures import FIELD_NAMES, body_of
 from coordinator.api.preprocess import LARGE_BYTES
 from outrider.protocol.errors import InvalidRequest
 
@@ -148,3 +149,12 @@ async def test_a_fault_is_that_of_the_kind_of_list_that_was_meant(prompt: Any, m
 async def test_a_fault_names_no_class_of_ours() -> None:
     with pytest.raises(InvalidRequest, match=r"^messages\.0 is 5: Input should be a valid dictionary$"):
         await read_body(request(b'{"messages": [5]}'), ChatBody)
+
+
+async def test_names_of_the_request_before_are_forgotten() -> None:
+    """A pipelined request begins within the context of the one before it, which may have been a chat."""
+    FIELD_NAMES.set({"prompt": "messages"})
+    refused = InvalidRequest.of("prompt", "300 tokens", "at most 256")
+    assert body_of(refused)["error"]["param"] == "messages"
+    await read_body(request(written(1)), Seen)
+    assert body_of(refused)["error"]["param"] == "prompt"
