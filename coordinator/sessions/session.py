@@ -179,10 +179,7 @@ class Session:
             if not self.record.tokens and not another:
                 raise
         except OutriderError as error:
-            session_error = self._verifiers.record_failure(connection, error)
-            if connection.info.draining and isinstance(session_error, PeerLost | Unavailable):
-                return True  # the time to drain is over: no failover
-            if session_error is error:
+            if (session_error := self._verifiers.record_failure(connection, error)) is error:
                 raise
             raise session_error from error
         return False

@@ -167,25 +167,6 @@ async def test_a_session_leaves_a_draining_verifier_for_one_where_it_would_run_a
     assert stage.visited == (["1"] if waiting else ["1", "2"])
 
 
-async def test_a_verifier_whose_time_to_drain_is_over_is_not_lost(stage: Stage) -> None:
-    """Its sessions that had no room elsewhere move now: a planned restart is no failover, which an alert counts."""
-    first, second = stage.manager.worker_pool.connections()
-    second.info = replace(second.info, load=WorkerLoad(waiting=1))
-
-    def acts() -> Iterator[Act]:
-        yield said(0)
-        first.info = replace(first.info, draining=True)
-        yield said(1)
-        yield PeerLost("it has stopped")
-        yield said(2, last=True)
-
-    stage.acts, record = acts(), SessionRecord("s", REQUEST, model="f", verifier="1")
-    session = Session(record, TARGET, stage.manager._context)
-    await session.run()
-    assert (session.error, record.tokens, stage.visited) == (None, [7, 7, 7], ["1", "2"])
-    assert session.stats.failovers == 0
-
-
 async def test_a_session_that_leaves_a_draining_verifier_keeps_its_seat(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
