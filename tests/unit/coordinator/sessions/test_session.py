@@ -87,6 +87,13 @@ def said(at: int, *, last: bool = False) -> Verdict:
     return Verdict(len(REQUEST.prompt) + at, (7,), 0, TokenKind.PLAIN, finish_reason=reason)
 
 
+def drained_after_a_token(verifier: WorkerConnection) -> Iterator[Act]:
+    yield said(0)
+    verifier.info = replace(verifier.info, draining=True)
+    yield said(1)
+    yield said(2, last=True)
+
+
 @pytest.fixture
 async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
     """With two verifiers that need no rest."""
@@ -155,13 +162,7 @@ async def test_a_session_leaves_a_draining_verifier_for_one_where_it_would_run_a
     first, second = stage.manager.worker_pool.connections()
     second.info = replace(second.info, load=WorkerLoad(waiting=waiting))
 
-    def acts() -> Iterator[Act]:
-        yield said(0)
-        first.info = replace(first.info, draining=True)
-        yield said(1)
-        yield said(2, last=True)
-
-    stage.acts, record = acts(), SessionRecord("s", REQUEST, model="f", verifier="1")
+    stage.acts, record = drained_after_a_token(first), SessionRecord("s", REQUEST, model="f", verifier="1")
     await Session(record, TARGET, stage.manager._context).run()
     assert record.tokens == [7, 7, 7]
     assert stage.visited == (["1"] if waiting else ["1", "2"])
@@ -176,13 +177,7 @@ async def test_a_session_that_leaves_a_draining_verifier_keeps_its_seat(
     seats = stage.manager._context.seats("f")
     monkeypatch.setattr(seats, "_several", lambda: True)
 
-    def acts() -> Iterator[Act]:
-        yield said(0)
-        first.info = replace(first.info, draining=True)
-        yield said(1)
-        yield said(2, last=True)
-
-    stage.acts, record = acts(), SessionRecord("s", REQUEST, model="f", verifier="1")
+    stage.acts, record = drained_after_a_token(first), SessionRecord("s", REQUEST, model="f", verifier="1")
     async with AsyncExitStack() as others:
         for tenant in "ABCD":
             await others.enter_async_context(seats.taken(tenant, 1, resumed=False))
