@@ -97,7 +97,7 @@ class AsyncClient:
             call = progress.call(self._stub(endpoint), self._timeout_s)
             try:
                 with outrider_errors():
-                    async for reply in call:
+                    while (reply := await call.read()) is not grpc.aio.EOF:  # `async for` keeps an open call in a cycle
                         if (received := progress.take(reply)) is None:
                             continue
                         yield received
