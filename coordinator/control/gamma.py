@@ -32,7 +32,7 @@ MAX_SHORTFALL_RATE = 0.9  # above it even a fixed γ is not waited for,
 RETRY_AFTER = 16  # except for one step after this many others, doubled each time
 RETRY_AFTER_MAX = 512
 HYSTERESIS = 1.04  # factor by which another plan must be better to replace the present one
-DECIDE_EVERY = 4  # steps between two choices, which take about a millisecond each
+DECIDE_EVERY = 4  # steps between two choices, which take up to a millisecond each
 DECIDE_EVERY_SETTLED = 16  # the same after a plan has held for SETTLED_AFTER steps
 DECIDE_EVERY_RESTING = 64  # beside other sessions, whose steps wait for the choices of all
 SETTLED_AFTER = 48
@@ -132,8 +132,7 @@ class Controller:
 
     def would_guess(self, drafter: BestDrafter) -> bool:
         """Return whether guesses of a drafter on the verifier's cores pay, as far as is known before it drafts."""
-        in_turns = [plan for plan in self._allowed if not plan.ahead]
-        return choose_plan(self._estimator.conditions(drafter), in_turns).plan.gamma > 0
+        return _pays(self._estimator.conditions(drafter), (plan for plan in self._allowed if not plan.ahead))
 
     def best_per_mode(self) -> list[PlanChoice]:
         """Return the best plan of every mode and its net throughput, as of the last choice."""
@@ -297,11 +296,15 @@ class Controller:
 
 def _could_pay(conditions: Conditions, candidates: Iterable[SpeculationPlan]) -> bool:
     """Return whether a plan would beat plain decoding if every guess were accepted: else a probe changes nothing."""
-    perfect = replace(conditions, acceptance=(1.0,), proposal_rate=1.0, timeout_rate=0.0, throughput_ratios={})
+    perfect = conditions._replace(acceptance=(1.0,), proposal_rate=1.0, timeout_rate=0.0, throughput_ratios={})
     if not conditions.shares_cores:  # where no step waits for them, probes measure drafts anew: one may have stalled
-        perfect = replace(perfect, draft_ms=0.0, level_ms=None)
-    plain = net_throughput(perfect, PLAIN)
-    return any(net_throughput(perfect, plan) > plain for plan in candidates if plan.gamma)
+        perfect = perfect._replace(draft_ms=0.0, level_ms=None)
+    return _pays(perfect, candidates)
+
+
+def _pays(conditions: Conditions, candidates: Iterable[SpeculationPlan]) -> bool:
+    plain = net_throughput(conditions, PLAIN)
+    return any(net_throughput(conditions, plan) > plain for plan in candidates if plan.gamma)
 
 
 def _plan_fixed_by(fixed: FixedChoices, *, single: bool) -> SpeculationPlan | None:

@@ -5,8 +5,6 @@ A verifier that several sessions share chooses among their guesses itself, see `
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from coordinator.control.throughput_model import (
     Conditions,
     SpeculationPlan,
@@ -44,7 +42,7 @@ def net_throughput(conditions: Conditions, plan: SpeculationPlan) -> float:
     if conditions.shared and not plan.ahead:  # until our guesses are there, it has begun a step with the others
         drafting_ms = plan.gamma * conditions.draft_step_ms(plan.branches)
         network_ms = max(network_ms, conditions.cost.at(tokens) - drafting_ms)
-    shared = replace(conditions, other_tokens=tokens, network_ms=network_ms)
+    shared = conditions._replace(other_tokens=tokens, network_ms=network_ms)
     return throughput(shared, plan) - 1000.0 * conditions.other_tokens_per_ms * _delay_share(shared, plan)
 
 

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate, chain, repeat
+from types import MappingProxyType
+from typing import NamedTuple
 
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import MAX_GAMMA, DraftSteering, VerifySteering
@@ -87,8 +91,7 @@ class SpeculationPlan:
 PLAIN = SpeculationPlan()
 
 
-@dataclass(frozen=True, slots=True)
-class Conditions:
+class Conditions(NamedTuple):
     """Measurements that a choice of plan depends on. Times are in milliseconds."""
 
     acceptance: tuple[float, ...]  # chance that guess i of a chain is accepted, given that those before it were
@@ -106,7 +109,7 @@ class Conditions:
     level_ms: float | None = None  # drafting time per level of a tree; None: as for a chain
     timeout_rate: float = 0.0  # share of the waits that timed out without a guess
     shortfall_rate: float = 0.0  # share of the waits that timed out with fewer guesses than γ
-    throughput_ratios: Mapping[Mode, float] = field(default_factory=dict)  # measured over expected throughput
+    throughput_ratios: Mapping[Mode, float] = MappingProxyType({})  # measured over expected throughput
     shares_cores: bool = False  # the drafter, with the verifier
     shared: bool = False  # the verifier, with other sessions
 
@@ -137,11 +140,8 @@ class PlanChoice:
 
 def expected_tokens(acceptance: Sequence[float], gamma: int) -> float:
     """Return the mean number of tokens that a step with γ guesses commits, the target's own token included."""
-    total, reached = 1.0, 1.0
-    for i in range(gamma):
-        reached *= acceptance[min(i, len(acceptance) - 1)]
-        total += reached
-    return total
+    each = chain(acceptance[:gamma], repeat(acceptance[-1], gamma - len(acceptance)))
+    return 1.0 + float(sum(accumulate(each, operator.mul)))
 
 
 def draft_wait_ms(conditions: Conditions, guesses: int, branches: int = 1) -> float:
@@ -151,12 +151,13 @@ def draft_wait_ms(conditions: Conditions, guesses: int, branches: int = 1) -> fl
 
 def throughput(conditions: Conditions, plan: SpeculationPlan) -> float:
     """Return the expected tokens per second, corrected by what the plan's mode has delivered so far."""
-    plain = 1000.0 / max(conditions.verify_ms(0) + conditions.between_ms, 1e-6)
+    plain_ms = conditions.verify_ms(0)
+    plain = 1000.0 / max(plain_ms + conditions.between_ms, 1e-6)
     if plan.gamma == 0:
         return plain
     expected = _throughput_ahead(conditions, plan, plain) if plan.ahead else _throughput_in_turns(conditions, plan)
     # A wait that times out yields one plain token, and late.
-    timed_out = 1000.0 / max(conditions.verify_ms(0) + draft_wait_timeout_ms(conditions, plan), 1e-6)
+    timed_out = 1000.0 / max(plain_ms + draft_wait_timeout_ms(conditions, plan), 1e-6)
     expected = (1.0 - conditions.timeout_rate) * expected + conditions.timeout_rate * timed_out
     ratio = conditions.throughput_ratios.get(plan.mode, 1.0)
     # Past luck alone must not lift a plan above plain decoding.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -35,7 +34,7 @@ from outrider.protocol.speculation import MAX_BRANCHES, MAX_GAMMA, MAX_NODES
 FAIR = Conditions(
     acceptance=(0.8,) * 16, proposal_rate=1.0, draft_ms=2.0, network_ms=4.0, cost=CostCurve.line(40.0, 1.0)
 )
-FLAT = replace(FAIR, cost=CostCurve.line(40.0, 0.0))
+FLAT = FAIR._replace(cost=CostCurve.line(40.0, 0.0))
 PLAIN_RATE = 25.0  # tokens per second of both
 
 ALL = tuple(throughput_model.candidate_plans(16))
@@ -56,6 +55,13 @@ any_conditions = st.builds(
     nodes_per_level=st.floats(1.0, 16.0),
     level_ms=st.none() | st.floats(0.0, 100.0),
     timeout_rate=chances,
+    between_ms=st.just(0.0),
+    other_sessions=st.just(0.0),
+    other_tokens_per_ms=st.just(0.0),
+    shortfall_rate=st.just(0.0),
+    throughput_ratios=st.just({}),
+    shares_cores=st.just(False),
+    shared=st.just(False),
 )
 any_paces = st.dictionaries(st.sampled_from([mode for mode in Mode if mode is not Mode.PLAIN]), st.floats(0.3, 1.5))
 any_plan = st.sampled_from(ALL)
@@ -68,7 +74,7 @@ def chosen_gamma(conditions: Conditions) -> int:
 
 def chance(held: float) -> Conditions:
     """Cheap rows, no link, and every guess holds with this chance."""
-    return replace(FLAT, acceptance=(held,) * 16, network_ms=0.0)
+    return FLAT._replace(acceptance=(held,) * 16, network_ms=0.0)
 
 
 # --- tokens per step -------------------------------------------------------------------------------------------------
@@ -106,29 +112,29 @@ def test_certainty_is_never_believed() -> None:
 
 def test_plain_is_a_token_per_step() -> None:
     assert throughput(FAIR, PLAIN) == pytest.approx(1000 / 40)
-    assert throughput(replace(FAIR, other_tokens=10.0), PLAIN) == pytest.approx(1000 / 50), (
+    assert throughput(FAIR._replace(other_tokens=10.0), PLAIN) == pytest.approx(1000 / 50), (
         "others' rows share our steps"
     )
 
 
 def test_rate_counts_waiting_and_rows() -> None:
-    assert throughput(replace(FAIR, acceptance=(0.5,)), SpeculationPlan(2)) == pytest.approx(
+    assert throughput(FAIR._replace(acceptance=(0.5,)), SpeculationPlan(2)) == pytest.approx(
         1000 * 1.75 / (4 + 2 * 2 + 40 + 2 * 1)
     )
 
 
 def test_a_drafter_that_often_has_nothing_costs_a_link_each_time() -> None:
-    half = replace(FAIR, acceptance=(1.0,), proposal_rate=0.5)
+    half = FAIR._replace(acceptance=(1.0,), proposal_rate=0.5)
     assert throughput(half, SpeculationPlan(1)) == pytest.approx(1000 * 1.5 / (0.5 * 6 + 0.5 * 4 + 40 + 0.5 * 1))
 
 
 def test_a_tree_holds_where_a_runner_up_does_and_costs_all_its_rows() -> None:
-    tree = replace(FAIR, acceptance=(0.5,), tree_gain=0.4, level_ms=3.0)
+    tree = FAIR._replace(acceptance=(0.5,), tree_gain=0.4, level_ms=3.0)
     held = 0.5 + 0.4 * 0.5
     assert throughput(tree, SpeculationPlan(2, 3)) == pytest.approx(
         1000 * (1 + held + held**2) / (4 + 2 * 3 + 40 + 6 * 1)
     )
-    without = replace(tree, level_ms=None)
+    without = tree._replace(level_ms=None)
     assert throughput(without, SpeculationPlan(2, 3)) == pytest.approx(
         1000 * (1 + held + held**2) / (4 + 2 * 2 + 40 + 6 * 1)
     )
@@ -138,7 +144,7 @@ def test_more_branches_hold_more_often() -> None:
     held = [FAIR.acceptance_of(SpeculationPlan(4, branches))[0] for branches in (1, *BRANCHES)]
     assert held[0] == 0.8
     assert held == sorted(set(held))
-    full = replace(FAIR, tree_gain=1.0, ahead_gain=1.0)
+    full = FAIR._replace(tree_gain=1.0, ahead_gain=1.0)
     assert max(full.acceptance_of(SpeculationPlan(4, MAX_BRANCHES))) <= 1.0
 
 
@@ -146,9 +152,9 @@ def test_a_silent_drafter_costs_all_patience_and_brings_a_plain_token() -> None:
     plan = SpeculationPlan(2)
     patience = draft_wait_timeout_ms(FAIR, plan)
     late = 1000 / (40 + patience)
-    assert throughput(replace(FAIR, timeout_rate=1.0), plan) == pytest.approx(late)
-    assert throughput(replace(FAIR, timeout_rate=0.5), plan) == pytest.approx((throughput(FAIR, plan) + late) / 2)
-    assert throughput(replace(FAIR, timeout_rate=1.0), PLAIN) == PLAIN_RATE
+    assert throughput(FAIR._replace(timeout_rate=1.0), plan) == pytest.approx(late)
+    assert throughput(FAIR._replace(timeout_rate=0.5), plan) == pytest.approx((throughput(FAIR, plan) + late) / 2)
+    assert throughput(FAIR._replace(timeout_rate=1.0), PLAIN) == PLAIN_RATE
 
 
 # --- ahead -----------------------------------------------------------------------------------------------------------
@@ -162,7 +168,7 @@ def test_ahead_and_waiting_by_hand() -> None:
     assert throughput(chance(0.5), SpeculationPlan(16, ahead=True, budget=8, awaited=2)) == pytest.approx(
         expected, rel=1e-3
     )
-    linked = replace(chance(0.5), network_ms=10.0)
+    linked = chance(0.5)._replace(network_ms=10.0)
     expected = 1000 * 2 / (steps * 40 + 10 + 2 * 2)
     assert throughput(linked, SpeculationPlan(16, ahead=True, budget=8, awaited=2)) == pytest.approx(expected, rel=1e-2)
 
@@ -176,13 +182,13 @@ def test_ahead_without_waiting_by_hand() -> None:
 
 def test_ahead_a_drafter_that_is_as_fast_as_the_verifier_at_least_is_no_help() -> None:
     for draft_ms in (40.0, 41.0, 500.0):
-        slow = replace(FLAT, draft_ms=draft_ms)
+        slow = FLAT._replace(draft_ms=draft_ms)
         assert throughput(slow, SpeculationPlan(16, ahead=True, budget=8)) == pytest.approx(PLAIN_RATE)
-    assert throughput(replace(FLAT, draft_ms=500.0), SpeculationPlan(16, ahead=True, budget=8, awaited=4)) < PLAIN_RATE
+    assert throughput(FLAT._replace(draft_ms=500.0), SpeculationPlan(16, ahead=True, budget=8, awaited=4)) < PLAIN_RATE
 
 
 def test_a_long_link_is_hidden_by_drafting_ahead() -> None:
-    far = replace(FLAT, network_ms=100.0)
+    far = FLAT._replace(network_ms=100.0)
     in_turns = max(throughput(far, SpeculationPlan(g)) for g in range(1, 17))
     assert throughput(far, SpeculationPlan(16, ahead=True, budget=8)) > 1.2 * in_turns
     assert choose_plan(far, ALL).plan.ahead
@@ -191,7 +197,7 @@ def test_a_long_link_is_hidden_by_drafting_ahead() -> None:
 def test_a_tree_ahead_adds_what_it_has_at_hand() -> None:
     for want in (0, 2):
         chain, tree = (
-            throughput(replace(FLAT, ahead_gain=0.6), SpeculationPlan(16, b, ahead=True, budget=16, awaited=want))
+            throughput(FLAT._replace(ahead_gain=0.6), SpeculationPlan(16, b, ahead=True, budget=16, awaited=want))
             for b in (1, 3)
         )
         assert tree > 1.2 * chain
@@ -199,7 +205,7 @@ def test_a_tree_ahead_adds_what_it_has_at_hand() -> None:
 
 def test_a_tree_ahead_fits_fewer_levels_in_its_rows() -> None:
     tree = SpeculationPlan(16, 3, ahead=True, budget=4, awaited=2)
-    assert throughput(replace(FLAT, nodes_per_level=4.0), tree) < throughput(replace(FLAT, nodes_per_level=1.0), tree)
+    assert throughput(FLAT._replace(nodes_per_level=4.0), tree) < throughput(FLAT._replace(nodes_per_level=1.0), tree)
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
@@ -207,27 +213,27 @@ def test_a_tree_ahead_fits_fewer_levels_in_its_rows() -> None:
 
 @pytest.mark.parametrize("plan", ALL, ids=lambda plan: plan.label)
 def test_guesses_that_never_hold_bring_nothing(plan: SpeculationPlan) -> None:
-    nothing = replace(FLAT, acceptance=(0.0,) * 16, tree_gain=0.0, ahead_gain=0.0)
+    nothing = FLAT._replace(acceptance=(0.0,) * 16, tree_gain=0.0, ahead_gain=0.0)
     assert throughput(nothing, plan) <= PLAIN_RATE * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("plan", [plan for plan in ALL if plan.gamma and not plan.ahead], ids=lambda plan: plan.label)
 def test_guesses_that_always_hold_bring_all_of_them_in_turns(plan: SpeculationPlan) -> None:
     wait = 4.0 + 2.0 * plan.gamma
-    assert throughput(replace(FLAT, acceptance=(1.0,) * 16), plan) == pytest.approx(
+    assert throughput(FLAT._replace(acceptance=(1.0,) * 16), plan) == pytest.approx(
         1000 * (plan.gamma + 1) / (40 + wait)
     )
 
 
 def test_ahead_guesses_that_always_hold_come_as_fast_as_they_are_drafted() -> None:
-    sure = replace(FLAT, acceptance=(1.0,) * 16, draft_ms=10.0)
+    sure = FLAT._replace(acceptance=(1.0,) * 16, draft_ms=10.0)
     for want in (0, 1, 2, 4):
         assert 0.9 * 1000 / 10 < throughput(sure, SpeculationPlan(16, ahead=True, budget=16, awaited=want)) <= 1000 / 10
 
 
 @pytest.mark.parametrize("plan", ALL, ids=lambda plan: plan.label)
 def test_at_the_end_of_the_world_what_waits_brings_nothing_and_what_does_not_is_plain(plan: SpeculationPlan) -> None:
-    far = throughput(replace(FLAT, network_ms=1e7), plan)
+    far = throughput(FLAT._replace(network_ms=1e7), plan)
     if plan.gamma == 0 or (plan.ahead and plan.awaited == 0):
         assert far == pytest.approx(PLAIN_RATE, rel=0.01)
     else:
@@ -259,7 +265,7 @@ def test_absurd_conditions_do_not_raise() -> None:
 def test_a_rate_is_a_number_that_can_be(
     conditions: Conditions, paces: dict[Mode, float], plan: SpeculationPlan
 ) -> None:
-    found = throughput(replace(conditions, throughput_ratios=paces), plan)
+    found = throughput(conditions._replace(throughput_ratios=paces), plan)
     assert math.isfinite(found)
     assert found >= 0.0
     bare, pace = throughput(conditions, plan), paces.get(plan.mode, 1.0)
@@ -277,8 +283,8 @@ def falls(rates: Sequence[float]) -> bool:
 
 @given(any_conditions, any_plan, st.lists(chances, min_size=3, max_size=3))
 def test_what_holds_more_often_is_not_slower(conditions: Conditions, plan: SpeculationPlan, held: list[float]) -> None:
-    flat = replace(conditions, cost=CostCurve.line(conditions.cost.at(1), 0.0))
-    rates = [throughput(replace(flat, acceptance=(each,)), plan) for each in sorted(held, reverse=True)]
+    flat = conditions._replace(cost=CostCurve.line(conditions.cost.at(1), 0.0))
+    rates = [throughput(flat._replace(acceptance=(each,)), plan) for each in sorted(held, reverse=True)]
     assert falls(rates)
 
 
@@ -286,39 +292,39 @@ def test_what_holds_more_often_is_not_slower(conditions: Conditions, plan: Specu
 def test_a_longer_link_is_never_faster(conditions: Conditions, plan: SpeculationPlan, links: list[float]) -> None:
     """Where guessing is better than plain: the further off the drafter is, the fewer are the steps with dear rows."""
     plain = throughput(conditions, PLAIN)
-    assert falls([max(plain, throughput(replace(conditions, network_ms=each), plan)) for each in sorted(links)])
+    assert falls([max(plain, throughput(conditions._replace(network_ms=each), plan)) for each in sorted(links)])
 
 
 @given(any_conditions, any_plan, st.lists(st.floats(0.0, 100.0), min_size=3, max_size=3))
 def test_a_slower_drafter_is_never_faster(conditions: Conditions, plan: SpeculationPlan, drafts: list[float]) -> None:
     """Where guessing is better than plain: a drafter too slow for it is counted as plain, whatever its rows cost."""
-    same, plain = replace(conditions, level_ms=None), throughput(conditions, PLAIN)
-    assert falls([max(plain, throughput(replace(same, draft_ms=each), plan)) for each in sorted(drafts)])
+    same, plain = conditions._replace(level_ms=None), throughput(conditions, PLAIN)
+    assert falls([max(plain, throughput(same._replace(draft_ms=each), plan)) for each in sorted(drafts)])
 
 
 @given(any_conditions, any_plan, st.floats(0.0, 50.0))
 def test_dearer_rows_are_never_faster(conditions: Conditions, plan: SpeculationPlan, more: float) -> None:
     dearer = CostCurve.line(conditions.cost.at(1), conditions.cost.at(2) - conditions.cost.at(1) + more)
-    assert falls([throughput(conditions, plan), throughput(replace(conditions, cost=dearer), plan)])
+    assert falls([throughput(conditions, plan), throughput(conditions._replace(cost=dearer), plan)])
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_guessed_when_nothing_is_accepted() -> None:
-    assert chosen_gamma(replace(FAIR, acceptance=(0.0,) * 8)) == 0
-    nothing = replace(FAIR, acceptance=(0.0,) * 8, tree_gain=0.0, ahead_gain=0.0)
+    assert chosen_gamma(FAIR._replace(acceptance=(0.0,) * 8)) == 0
+    nothing = FAIR._replace(acceptance=(0.0,) * 8, tree_gain=0.0, ahead_gain=0.0)
     assert choose_plan(nothing, ALL).plan == PLAIN
 
 
 def test_plain_wins_when_the_drafter_is_too_slow_or_too_far() -> None:
-    assert chosen_gamma(replace(FAIR, draft_ms=100.0)) == 0
-    assert chosen_gamma(replace(FAIR, network_ms=1000.0)) == 0
-    assert choose_plan(replace(FAIR, draft_ms=100.0, level_ms=None), ALL).plan == PLAIN
+    assert chosen_gamma(FAIR._replace(draft_ms=100.0)) == 0
+    assert chosen_gamma(FAIR._replace(network_ms=1000.0)) == 0
+    assert choose_plan(FAIR._replace(draft_ms=100.0, level_ms=None), ALL).plan == PLAIN
 
 
 def test_gamma_grows_with_acceptance() -> None:
-    chosen = [chosen_gamma(replace(FAIR, acceptance=(a / 20,))) for a in range(21)]
+    chosen = [chosen_gamma(FAIR._replace(acceptance=(a / 20,))) for a in range(21)]
     assert chosen == sorted(chosen)
     assert chosen[0] == 0
     assert chosen[-1] == 16
@@ -326,8 +332,8 @@ def test_gamma_grows_with_acceptance() -> None:
 
 
 def test_gamma_falls_with_the_cost_of_drafting_and_of_rows() -> None:
-    slower = [replace(FAIR, draft_ms=float(ms)) for ms in range(0, 60, 3)]
-    steeper = [replace(FAIR, cost=CostCurve.line(40.0, float(ms))) for ms in range(0, 60, 3)]
+    slower = [FAIR._replace(draft_ms=float(ms)) for ms in range(0, 60, 3)]
+    steeper = [FAIR._replace(cost=CostCurve.line(40.0, float(ms))) for ms in range(0, 60, 3)]
     for conditions in (slower, steeper):
         chosen = [chosen_gamma(each) for each in conditions]
         assert chosen == sorted(chosen, reverse=True)
@@ -335,20 +341,20 @@ def test_gamma_falls_with_the_cost_of_drafting_and_of_rows() -> None:
 
 
 def test_a_longer_link_asks_for_longer_guesses_until_it_is_too_long() -> None:
-    near, far = (chosen_gamma(replace(FAIR, network_ms=link)) for link in (0.0, 60.0))
+    near, far = (chosen_gamma(FAIR._replace(network_ms=link)) for link in (0.0, 60.0))
     assert 0 < near < far
 
 
 def test_gamma_stops_where_the_curve_turns_up() -> None:
     """A line through the first points would ask for all."""
     turn = CostCurve((1, 6, 7, 17), (40.0, 41.0, 80.0, 480.0))
-    assert chosen_gamma(replace(FAIR, acceptance=(0.95,) * 16, cost=turn)) == 5
-    assert chosen_gamma(replace(FAIR, acceptance=(0.95,) * 16, cost=turn, other_tokens=3.0)) == 2
+    assert chosen_gamma(FAIR._replace(acceptance=(0.95,) * 16, cost=turn)) == 5
+    assert chosen_gamma(FAIR._replace(acceptance=(0.95,) * 16, cost=turn, other_tokens=3.0)) == 2
 
 
 def test_a_way_that_brought_little_is_left_for_another() -> None:
     first = choose_plan(FLAT, ALL).plan
-    second = choose_plan(replace(FLAT, throughput_ratios={first.mode: 0.5}), ALL).plan
+    second = choose_plan(FLAT._replace(throughput_ratios={first.mode: 0.5}), ALL).plan
     assert first.mode != second.mode
 
 
@@ -357,7 +363,7 @@ def test_a_way_that_brought_little_is_left_for_another() -> None:
 def test_the_choice_is_the_best_and_never_below_plain(
     conditions: Conditions, paces: dict[Mode, float], gamma_max: int
 ) -> None:
-    conditions = replace(conditions, throughput_ratios=paces)
+    conditions = conditions._replace(throughput_ratios=paces)
     candidates = list(throughput_model.candidate_plans(gamma_max))
     choice = choose_plan(conditions, candidates)
     assert choice.plan in candidates
@@ -494,12 +500,11 @@ FULL = CostCurve((1, 17, 33, 65, 129, 257), (40.0, 40.0, 80.0, 160.0, 320.0, 640
 
 def crowd(taken: Sequence[SpeculationPlan], number: int) -> Conditions:
     """What one of several sessions sees that step together, all in turns."""
-    lone = replace(FAIR, cost=FULL)
+    lone = FAIR._replace(cost=FULL)
     others = [plan for i, plan in enumerate(taken) if i != number]
     rows = sum(1 + plan.gamma for plan in taken)
     tokens = sum(expected_tokens(lone.acceptance, plan.gamma) for plan in others)
-    return replace(
-        lone,
+    return lone._replace(
         other_tokens=rows - 1 - taken[number].gamma,
         other_sessions=len(others),
         other_tokens_per_ms=tokens / FULL.at(rows),
@@ -530,15 +535,15 @@ def test_sessions_that_share_a_verifier_leave_each_other_room(sessions: int, beg
 
 
 def test_a_row_that_delays_nobody_is_free() -> None:
-    beside = replace(FAIR, cost=FULL, other_tokens=3.0, other_sessions=2.0, other_tokens_per_ms=0.2)
+    beside = FAIR._replace(cost=FULL, other_tokens=3.0, other_sessions=2.0, other_tokens_per_ms=0.2)
     assert net_throughput(beside, SpeculationPlan(4)) == pytest.approx(throughput(beside, SpeculationPlan(4)))
-    crowded = replace(beside, other_tokens=16.0, other_sessions=16.0, other_tokens_per_ms=0.4)
+    crowded = beside._replace(other_tokens=16.0, other_sessions=16.0, other_tokens_per_ms=0.4)
     assert net_throughput(crowded, SpeculationPlan(4)) < net_throughput(crowded, PLAIN)
 
 
 def test_guesses_in_turns_come_after_the_others_have_begun_a_step() -> None:
     """However near the drafter is: its session is in every second step."""
-    near = replace(FAIR, cost=CostCurve.line(40.0, 0.0), network_ms=0.0, draft_ms=0.1)
-    beside = replace(near, other_tokens=7.0, other_sessions=7.0)
-    alone, shared = (net_throughput(each, SpeculationPlan(4)) for each in (beside, replace(beside, shared=True)))
+    near = FAIR._replace(cost=CostCurve.line(40.0, 0.0), network_ms=0.0, draft_ms=0.1)
+    beside = near._replace(other_tokens=7.0, other_sessions=7.0)
+    alone, shared = (net_throughput(each, SpeculationPlan(4)) for each in (beside, beside._replace(shared=True)))
     assert shared == pytest.approx(alone / 2, rel=0.02)
