@@ -116,7 +116,7 @@ class EndpointRotation:
         try:
             with outrider_errors():
                 yield endpoint
-        except (PeerLost, Unavailable):
+        except (PeerLost, Unavailable, Expired):  # one that hangs, too
             self.leave(endpoint)
             if last:
                 raise
@@ -131,4 +131,6 @@ def outrider_errors() -> Iterator[None]:
         meant = error_from_rpc(error)
         if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not isinstance(meant, Expired):  # the client's own
             meant = Expired("the deadline passed before the output was complete")
+        if meant.field == "write_timeout_s":  # a reader that paused can go on
+            meant = PeerLost(meant.message)
         raise meant from error

@@ -18,7 +18,10 @@ import pytest_asyncio
 from coordinator.api.service import CoordinatorService
 from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
+from outrider.client.aio import AsyncClient
+from outrider.client.events import Tokens
 from outrider.engine.loading.loader import LoadedModel
+from outrider.protocol.sampling_params import SamplingParams
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Output, Redis, ask, client, follow, generate, in_process
@@ -30,6 +33,7 @@ SEATS = 8
 TOKENS = 400
 WRITE_S = 1.5
 LONG: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 20}
+SMALL_WINDOW = [*channel_options(), ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -95,8 +99,7 @@ async def test_an_http_client_that_never_reads_keeps_no_seat(small: Home) -> Non
 
 
 async def test_a_grpc_client_that_never_reads_keeps_no_seat(small: Home) -> None:
-    options = [*channel_options(), ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
-    async with grpc.aio.insecure_channel(small.coordinator, options=options) as channel:
+    async with grpc.aio.insecure_channel(small.coordinator, options=SMALL_WINDOW) as channel:
         stub: Any = rpc.OutriderStub(channel)  # type: ignore[no-untyped-call,unused-ignore]
         calls = [stub.Generate(ask("Nobody reads this. ", **LONG), timeout=60) for _ in range(SEATS)]
         for call in calls:
@@ -135,6 +138,17 @@ async def test_who_pauses_gets_the_whole_text(small: Home) -> None:
         assert time.monotonic() - started < WRITE_S + 5
     assert (len(output.token_ids), output.text) == (TOKENS, whole)
     assert len(output.logprobs) == TOKENS
+
+
+async def test_the_client_goes_on_after_its_stream_was_ended_unread(small: Home) -> None:
+    async with AsyncClient(small.coordinator) as reader:
+        reader._channels = [grpc.aio.insecure_channel(small.coordinator, options=SMALL_WINDOW)]
+        replies = reader.generate("Somebody reads on much later. ", params=SamplingParams(temperature=0, **LONG))
+        await anext(replies)
+        assert await soon(lambda: len(small.service.sessions.live) == 0, 30 + WRITE_S)
+        await asyncio.sleep(2)  # past the end of the call
+        output = [reply async for reply in replies]
+    assert sum(len(reply.token_ids) for reply in output if isinstance(reply, Tokens)) == TOKENS
 
 
 async def test_one_request_asks_for_so_many_answers_at_most(small: Home) -> None:

@@ -30,6 +30,10 @@ def complete(tokens: int) -> pb.GenerateReply:
     return pb.GenerateReply(complete=pb.Complete(finish_reason=1, text="!", prompt_tokens=3, output_tokens=tokens))
 
 
+def late(*trailing: tuple[str, bytes]) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing))
+
+
 def asked(endpoints: int = 1) -> StreamProgress:
     return StreamProgress(make_request("Hello", {"params": SamplingParams(seed=7)}), endpoints)
 
@@ -156,10 +160,24 @@ def test_a_refusal_before_the_deadline_keeps_its_own_words() -> None:
         (((ERROR_KEY, error_to_proto(refused).SerializeToString()),), "it would take 70 s", 60_000),
         ((), "the deadline passed before the output was complete", None),
     ):
-        late = grpc.StatusCode.DEADLINE_EXCEEDED
         with pytest.raises(Expired, match=message) as told, outrider_errors():
-            raise grpc.aio.AioRpcError(late, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), "Deadline Exceeded")
+            raise late(*trailing)
         assert told.value.retry_after_ms == retry_after_ms
+
+
+def test_a_stream_that_was_not_read_for_long_can_be_resumed() -> None:
+    unread = Expired("the peer has not read its messages for 30 s", field="write_timeout_s", limit="30 s")
+    with pytest.raises(PeerLost, match="has not read"), outrider_errors():
+        raise late((ERROR_KEY, error_to_proto(unread).SerializeToString()))
+
+
+def test_an_endpoint_that_hangs_is_left() -> None:
+    rotation = EndpointRotation(2)
+    with rotation.attempt(last=False) as first:
+        raise late()
+    with rotation.attempt(last=True) as second:
+        pass
+    assert (first, second) == (0, 1)
 
 
 def test_every_token_buys_new_time() -> None:
