@@ -38,7 +38,8 @@ _MAX_COMPILED = 16  # grammars in each cache
 _MASK_TIME_DECAY = 0.97
 _STACK_BYTES = 512 * 1024 * 1024
 _stack = threading.Lock()
-_INTERNALS = re.compile("<state>|<non-verbose/>")
+_INTERNALS = re.compile(r"<state>|<non-verbose/>|\n +\d+ \| ")  # state, and the lines around an error
+_NAMED = re.compile(r" // ([\w-]+)\n *\^")  # the comment of the line with the error
 
 # Whitespace between the parts of a JSON text: none, one space, or a line break with indentation.
 WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
@@ -290,7 +291,8 @@ def _on_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
 
 
 def _rejected(grammar: Grammar, reason: str) -> InvalidRequest:
-    reason, field = _plain(reason), grammar.field
+    named = _NAMED.search(reason)
+    reason, field = (f"{named[1]}: " if named else "") + _plain(reason), grammar.field
     return InvalidRequest(f"{field} does not compile: {reason}", field=field, value=grammar.text, limit=reason)
 
 

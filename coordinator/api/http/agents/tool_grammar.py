@@ -71,7 +71,7 @@ class _Rules:
             whole, head, tail = guided(bare(schema)), self._head(name), json.dumps(dialect.tail)
             if self._format and not dialect.anywhere:
                 whole, head, tail = call_schema(name, schema, dialect), "", ""
-            self.lines.append(f"arguments_{number}: %json {json.dumps(whole)}")
+            self.lines.append(f"arguments_{number}: %json {json.dumps(whole)} // {name}")
             each.append(f"{head} arguments_{number} {tail if dialect.tail else ''}")
         self.lines.append(f"call: {' | '.join(each)}")
         before, after = (json.dumps(text) if text else "" for text in (dialect.before, dialect.after))

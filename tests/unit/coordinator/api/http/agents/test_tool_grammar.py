@@ -11,6 +11,7 @@ from coordinator.api.http.agents.dialects import HERMES, JSON, LLAMA3, MISTRAL, 
 from coordinator.api.http.agents.tool_grammar import MAX_CALLS, grammar_of
 from coordinator.workers.target import Target
 from outrider.models.tokenizer import tokenizer_json
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import Grammar, SamplingParams
 from outrider.speculation.grammar import GrammarCompiler
 from outrider.testing.toy_models import byte_tokenizer
@@ -145,3 +146,14 @@ def test_marks_in_letters_begin_no_free_text_with_a_call(name: str, tokens: bool
         assert allows(tokens, dialect, text, in_letters=True)[0], text
         assert allows(tokens, dialect, text, thinks=True, in_letters=True)[0], text
     assert allows(tokens, dialect, "<think> {", in_letters=True)[0], "no thought for this model"
+
+
+@pytest.mark.parametrize("formatted", [False, True], ids=["free", "formatted"])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_schema_that_is_not_supported_is_named_by_its_tool(name: str, formatted: bool) -> None:
+    bad = {"properties": {"a // b": {"type": "string", "format": "nonsense"}}}
+    answer = Grammar(json_object=True) if formatted else None
+    manner, target = Manner(DIALECTS[name], True), TARGETS[True]
+    grammar = grammar_of({**TOOLS, "get-rain": bad}, manner, target, required=False, parallel=True, answer=answer)
+    with pytest.raises(InvalidRequest, match="does not compile: get-rain: .*Unknown format: nonsense$"):
+        target.grammars.compile(SamplingParams(grammar=grammar))
