@@ -12,6 +12,7 @@ from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 
 THINK, THOUGHT = "<think>", "</think>"
+_OTHER = re.compile("<function=|<arg_key>")  # between Hermes' marks: XML of Qwen3-Coder and of GLM-4.5
 _TOOLS = re.compile(r"(?<![\w.'\"])tools\b(?!['\"])")  # the variable, and no field of messages
 
 
@@ -73,7 +74,7 @@ def manner_of(target: Target, parser: str) -> Manner:
     dialect = _by_template(template) if parser == "auto" else _BY_NAME[parser]
     if dialect is MISTRAL and "[ARGS]" in template:
         dialect = MISTRAL_ARGS
-    told = parser != "auto" or dialect is not JSON  # in another form, calls could not be read
+    told = parser != "auto" or (dialect is not JSON and not _OTHER.search(template))  # other calls could not be read
     knows_tools = told and _TOOLS.search(template) is not None
     several = "single tool-calls" not in template and (knows_tools or "roles must alternate" not in template)
     return Manner(dialect, knows_tools, THOUGHT in template, several=several, system="System role not" not in template)
