@@ -180,7 +180,7 @@ def usage(sessions: Sequence[Session], per_prompt: int) -> responses.Usage:
         "prompt_tokens": prompted,
         "completion_tokens": completed,
         "total_tokens": prompted + completed,
-        "prompt_tokens_details": {"cached_tokens": min(prompted, cached)},
+        "prompt_tokens_details": {"cached_tokens": min(prompted, cached), "cache_write_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": sum(session.output.thought for session in sessions)},
     }
 

@@ -14,6 +14,7 @@ from outrider.protocol.speculation import TokenKind
 
 class PromptDetails(TypedDict):
     cached_tokens: int
+    cache_write_tokens: Annotated[int, Field(description="0: they are not counted")]
 
 
 class CompletionDetails(TypedDict):

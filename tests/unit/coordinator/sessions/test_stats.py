@@ -71,7 +71,7 @@ def test_an_answer_over_http_works_out_nothing_that_it_does_not_tell(monkeypatch
 
     monkeypatch.setattr(Controller, "best_per_mode", looked)
     told = usage([session], 1)
-    assert told["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert told["prompt_tokens_details"] == {"cached_tokens": 3, "cache_write_tokens": 0}
     assert told["completion_tokens_details"] == {"reasoning_tokens": 2}
     assert metrics([session])["metrics"]["outrider"]["plans"]
 
