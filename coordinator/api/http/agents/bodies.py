@@ -61,12 +61,13 @@ class CalledFunction(Body):
     arguments: str = Field(description="A JSON object.")
     parsed_arguments: Annotated[Any, Field(description="Ignored: OpenAI's client adds it to answers.")] = None
 
-    @property
-    def values(self) -> dict[str, Any]:
+    def values(self, *, cut: bool = True) -> dict[str, Any]:
+        """Return the arguments; of those that the limit of tokens may have `cut`, what is whole."""
+        text = self.arguments.strip() or "{}"
         try:
-            values = from_json(self.arguments) if self.arguments.strip() else {}
-        except ValueError:
-            values = None
+            values = from_json(text)
+        except ValueError as error:
+            values = from_json(text, allow_partial=True) if cut and "EOF" in str(error) else None
         if not isinstance(values, dict):
             raise ValueError("arguments must be a JSON object")
         return values
@@ -103,7 +104,7 @@ class Message(Body):
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise ValueError("tool_call_id is required in messages of tools, and only there")
         for call in self.tool_calls or ():
-            _ = call.function.values
+            _ = call.function.values()
         return self
 
     @property
@@ -120,7 +121,7 @@ class Message(Body):
             plain["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             plain["tool_calls"] = [
-                {"id": it.id, "type": it.type, "function": {"name": it.function.name, "arguments": it.function.values}}
+                {"id": it.id, "type": it.type, "function": {"name": it.function.name, "arguments": it.function.values()}}
                 for it in self.tool_calls
             ]
         if self.tool_call_id is not None:

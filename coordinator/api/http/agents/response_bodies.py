@@ -63,7 +63,7 @@ class CallItem(_Item, chats.CalledFunction):
 
     @model_validator(mode="after")
     def _object(self) -> CallItem:
-        _ = self.status == "incomplete" or self.values
+        _ = self.status == "incomplete" or self.values(cut=False)
         return self
 
     @property

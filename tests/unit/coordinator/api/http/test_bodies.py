@@ -158,3 +158,21 @@ async def test_names_of_the_request_before_are_forgotten() -> None:
     assert body_of(refused)["error"]["param"] == "messages"
     await read_body(request(written(1)), Seen)
     assert body_of(refused)["error"]["param"] == "prompt"
+
+
+def test_a_call_that_was_cut_keeps_the_arguments_that_are_whole() -> None:
+    """Its answer has finish_reason length, which the message does not tell when it is sent back."""
+    whole = json.dumps({"path": "a.txt", "rows": [1, -2.5e3, None], "text": "\u00e9\n"})
+
+    def sent_back(arguments: str) -> dict[str, Any]:
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        chat = ChatBody.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        values: dict[str, Any] = chat.messages[0].plain["tool_calls"][0]["function"]["arguments"]
+        return values
+
+    assert sent_back(whole[: whole.index("rows")]) == {"path": "a.txt"}
+    assert all(sent_back(whole[:end]).items() <= json.loads(whole).items() for end in (*range(18), len(whole)))
+    assert all(isinstance(sent_back(whole[:end]), dict) for end in range(len(whole)))
+    for wrong in ("[1", "x", whole + "}", whole[:9] + "x"):
+        with pytest.raises(ValueError, match="must be a JSON object"):
+            sent_back(wrong)
