@@ -81,14 +81,15 @@ async def prepare(
     request: ClientRequest, target: Target, settings: CoordinatorSettings, *, default_tokens: int | None = None
 ) -> SessionRequest:
     """Return the request, resolved; `default_tokens` is the default of `max_tokens`, where the context has room."""
-    if request.size > LARGE_BYTES or request.params.grammar is not None:
-        # Tokenising megabytes takes seconds and compiling a grammar up to one. Other streams continue meanwhile.
-        return await beside(request.size, resolve, request, target, settings, default_tokens)
-    return resolve(request, target, settings, default_tokens)
+    # Tokenising megabytes takes seconds and compiling a grammar up to one. Other streams continue meanwhile.
+    size = request.size if request.params.grammar is None else max(request.size, LARGE_BYTES)
+    return await beside(size, resolve, request, target, settings, default_tokens)
 
 
 async def beside(size: int, work: Callable[..., T], *given: Any) -> T:
-    """Run work on a request beside the event loop, on huge ones one at a time: 4 MiB of text take a GiB to tokenise."""
+    """Run work on a large request beside the event loop, on huge ones one at a time: 4 MiB take a GiB to tokenise."""
+    if size < LARGE_BYTES:
+        return work(*given)
     thread = _FOR_HUGE if size > HUGE_BYTES else None
     return await asyncio.get_running_loop().run_in_executor(thread, copy_context().run, work, *given)
 

@@ -8,6 +8,7 @@ opening of a call: what follows is drawn, and only the grammar holds it to the t
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,24 @@ async def test_auto_thinks_speaks_and_calls(agent: Agent) -> None:
     assert (pieces["content"], reason) == ("Q", "tool_calls")
     [piece] = pieces["tool_calls"]
     assert (piece["name"], piece["arguments"]) == (call.function.name, call.function.arguments)
+
+
+async def test_a_large_chat_is_rendered_beside_the_loop(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to see whether its prompt opens the thoughts; its errors have the names of a chat all the same."""
+    tokenizer = agent.home.service.sessions.targets.named("").tokenizer
+    render, threads = tokenizer.apply_chat_template, []
+
+    def noted(*given: Any, **more: Any) -> Any:
+        threads.append(threading.get_ident())
+        return render(*given, **more)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", noted)
+    large: list[Any] = [{"role": "user", "content": "x" * 20_000}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        await agent.api.chat.completions.create(**ASK | {"messages": large})
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
 
 
 async def test_auto_without_a_call(agent: Agent) -> None:

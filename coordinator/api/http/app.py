@@ -37,7 +37,7 @@ from coordinator.api.http.openapi import document
 from coordinator.api.http.replies import CompletionReplies, Replies, plan_completion
 from coordinator.api.http.responses import Fleet, Model, ModelList, Status
 from coordinator.api.http.streams import EventStream
-from coordinator.api.preprocess import ClientRequest, admission
+from coordinator.api.preprocess import ClientRequest, admission, beside
 from coordinator.persistence.idempotency import MAX_KEY_CHARACTERS
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.target import Target
@@ -117,7 +117,7 @@ class Api:
         with admission(self._sessions.metrics):
             set_urgency(body.priority, timeout_of(request.headers.get(TIMEOUT_HEADER)))
             target = await self._sessions.targets.find(body.model, urgency().remaining_s)
-            inputs, replies = plan(body, target, self._settings)
+            inputs, replies = await beside(len(await request.body()), plan, body, target, self._settings)
             requests = await requests_of(body, inputs, target, self._settings)
         if isinstance(replies, CompletionReplies) and isinstance(body, CompletionBody):
             replies.prompts = await echoed_prompts(body, self._sessions, requests, target, _key(request))

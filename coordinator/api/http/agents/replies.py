@@ -23,8 +23,6 @@ from coordinator.workers.target import Target
 from outrider.protocol.sampling_params import Grammar
 from outrider.settings.coordinator import CoordinatorSettings
 
-_ID_CHARACTERS = 9  # of a call's id: chat templates of Mistral accept no other length
-
 
 def plan_chat(body: ChatBody, target: Target, settings: CoordinatorSettings) -> tuple[list[ClientRequest], ChatReplies]:
     """Return the input of a chat, and the formatter of its replies."""
@@ -52,7 +50,7 @@ def name_as_sent(body: ChatBody, names: dict[str, str]) -> None:
     if body.calls_required is not None:
         more = f" and {names.get('params.grammar', 'response_format')}" if body.formatted else ""
         names = {**names, "params.grammar": f"tools{more}"}
-    FIELD_NAMES.set(names)
+    FIELD_NAMES.get({}).update(names)
 
 
 def _grammar(body: ChatBody, manner: Manner, target: Target, answer: Grammar | None) -> Grammar | None:
@@ -135,8 +133,8 @@ class PartedReplies(ChatReplies):
 
 
 def call_id(session: Session, index: int) -> str:
-    """Return the id of a call, the same whenever the answer is repeated."""
-    return hashlib.sha256(f"{session.record.session_id}/{index}".encode()).hexdigest()[:_ID_CHARACTERS]
+    """Return the id of a call, the same whenever the answer is repeated. Templates of Mistral want 9 characters."""
+    return hashlib.sha256(f"{session.record.session_id}/{index}".encode()).hexdigest()[:9]
 
 
 def _call(session: Session, index: int, name: str) -> responses.ToolCallDelta:
