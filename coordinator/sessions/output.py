@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
+from coordinator.admission.waiting.urgency import urgency
 from coordinator.sessions.detokenizer import TextPiece, TextStream
 from outrider.protocol.speculation import TokenKind, TokenLogprobs
 
@@ -81,8 +82,8 @@ async def follow(
                 elif output.ended:
                     del at[index]
                     yield index, position, []
-            if at:
-                await changed.wait()
+            if at:  # the deadline of who follows is that of the first tokens
+                await (changed.wait() if all(outputs[index].tokens for index in at) else urgency().wait(changed))
     finally:
         for output in outputs:
             output.changed.remove(changed)

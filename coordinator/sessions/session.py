@@ -90,7 +90,6 @@ class Session:
         self.stats.start(self.record, self._context.tracing, self.target.info.name)
         self._task = asyncio.create_task(self.run())
         self._task.add_done_callback(lambda _: self.stats.finish(self.record, self.error))
-        self.urgency.stop_when_late(self._task, lambda: self.stats.waiting and self.followers < 2, self.stop)
 
     async def opened(self) -> None:
         """Wait until Redis has the session: before that, its id must not be sent. It ends if another resumes it."""

@@ -35,7 +35,7 @@ from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import cancel_all, critical_task
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import make_tracing
-from outrider.protocol.errors import Conflict, NotFound, Unavailable
+from outrider.protocol.errors import Conflict, Expired, NotFound, Unavailable
 from outrider.security.tenants import tenant
 from outrider.settings.coordinator import CoordinatorSettings
 
@@ -243,6 +243,10 @@ class SessionManager:
         session.followers += 1
         try:
             yield
+        except Expired as late:
+            if session.followers == 1 and session.stats.waiting:
+                session.stop(late)
+            raise
         finally:
             session.followers -= 1
             if session.followers == 0:

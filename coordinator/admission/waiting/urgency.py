@@ -9,7 +9,6 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -33,19 +32,13 @@ class Urgency:
     def remaining_s(self) -> float:
         return self.deadline - time.monotonic()
 
-    def stop_when_late(
-        self, task: asyncio.Task[None], waiting: Callable[[], bool], stop: Callable[[Expired], None]
-    ) -> None:
-        """Call `stop` at the deadline if the task still runs and its request is `waiting`."""
-        if not math.isfinite(self.deadline):
-            return
-
-        def check() -> None:
-            if waiting():
-                stop(Expired("the request waited until its deadline", field="timeout", retry_after_ms=1000))
-
-        timer = asyncio.get_running_loop().call_later(self.remaining_s, check)
-        task.add_done_callback(lambda _: timer.cancel())
+    async def wait(self, changed: asyncio.Event) -> None:
+        """Wait until something is `changed`; raise Expired at the deadline."""
+        try:
+            async with asyncio.timeout(self.remaining_s if math.isfinite(self.deadline) else None):
+                await changed.wait()
+        except TimeoutError:
+            raise Expired("the request waited until its deadline", field="timeout", retry_after_ms=1000) from None
 
 
 _CURRENT: ContextVar[Urgency | None] = ContextVar("urgency", default=None)

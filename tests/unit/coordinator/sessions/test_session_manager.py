@@ -10,16 +10,18 @@ from unittest.mock import patch
 
 import pytest
 
+from coordinator.admission.waiting.urgency import set_urgency
 from coordinator.persistence import ended_sessions
 from coordinator.persistence.ended_sessions import EndedSessions
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.persistence.store import Store
 from coordinator.sessions import session_manager
+from coordinator.sessions.output import follow
 from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
-from outrider.protocol.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
+from outrider.protocol.errors import Conflict, Expired, InvalidRequest, NotFound, Overloaded, Unavailable
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import FinishReason, TokenKind
@@ -173,6 +175,30 @@ async def test_a_late_reader_brings_no_older_record_back(requests: Requests) -> 
         with requests.manager.followed(resumed):
             pass
     assert requests.manager.ended.recent["s"] is resumed.record
+
+
+async def test_each_reader_of_a_waiting_session_has_its_own_deadline(requests: Requests) -> None:
+    """Such as a repeated request that joins the first one."""
+    requests.store("s")
+    (session,) = await requests.resume("s")
+
+    async def read(timeout_s: float | None) -> None:
+        set_urgency(None, timeout_s)
+        with requests.manager.followed(session):
+            async for _ in follow([session.output]):
+                pass
+
+    first = asyncio.create_task(read(None))
+    with pytest.raises(Expired):
+        await asyncio.create_task(read(0.02))
+    assert not session.ended
+    last = asyncio.create_task(read(0.02))
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(Expired) as late:
+        await last
+    assert session.error is late.value
+    assert not requests.manager.live
 
 
 async def test_resumed_sessions_count_for_their_key(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,11 +100,13 @@ def test_a_long_header_is_refused_at_once(end: str) -> None:
     assert time.process_time() - start < 1
 
 
-async def test_who_waits_at_the_deadline_is_stopped_and_who_runs_is_not() -> None:
-    for waits in (True, False):
-        stopped: list[Expired] = []
-        set_urgency(None, 0.01)
-        task = asyncio.create_task(asyncio.sleep(0.05))
-        urgency().stop_when_late(task, lambda waits=waits: waits, stopped.append)  # type: ignore[misc]
-        await task
-        assert len(stopped) == waits
+async def test_who_waits_at_the_deadline_is_told_and_who_gets_something_is_not() -> None:
+    set_urgency(None, 0.01)
+    changed = asyncio.Event()
+    with pytest.raises(Expired, match="until its deadline"):
+        await urgency().wait(changed)
+    changed.set()
+    set_urgency(None, 10)
+    await urgency().wait(changed)
+    set_urgency(None, None)
+    await urgency().wait(changed)
