@@ -6,7 +6,7 @@ import contextlib
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost
@@ -113,17 +113,12 @@ def checked_fields() -> Iterator[None]:
 
 
 def _request(prompt: str | None, options: Options) -> pb.GenerateRequest:
+    given: dict[str, Any] = {**options}
     request = pb.GenerateRequest(
         params=convert.params_to_proto(options.get("params") or SamplingParams()),
         # With a key a request can be repeated if its answer was lost.
         idempotency_key=options.get("idempotency_key") or secrets.token_hex(16),
-        speculation=pb.Speculation(
-            gamma=options.get("gamma"),
-            patience_us=options.get("patience_us"),
-            drafter=options.get("drafter", ""),
-            branches=options.get("branches"),
-            ahead=options.get("ahead"),
-        ),
+        speculation=pb.Speculation(**{name: given.get(name) for name in pb.Speculation.DESCRIPTOR.fields_by_name}),
         cache_salt=options.get("cache_salt", ""),
         model=options.get("model", ""),
         priority=options.get("priority"),

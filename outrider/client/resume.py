@@ -25,12 +25,7 @@ class StreamProgress:
 
     def __init__(self, request: pb.GenerateRequest | pb.ResumeRequest, endpoints: int) -> None:
         self._request = request
-        self._session_id = ""
-        self._position = 0
-        self._tail: list[int] = []
-        if isinstance(request, pb.ResumeRequest):
-            self._session_id, self._position = request.session_id, request.from_position
-            self._tail.extend(request.tail)
+        self._rest = request if isinstance(request, pb.ResumeRequest) else pb.ResumeRequest()
         self._started = False
         self._endpoints, self._failures = endpoints, 0
         self._first_tries = _FIRST_TRIES + endpoints
@@ -41,10 +36,8 @@ class StreamProgress:
 
     def request(self) -> pb.GenerateRequest | pb.ResumeRequest:
         """Return the request of the next stream: the first, or one that resumes."""
-        self._since, self._began = self._position, math.inf
-        if not self._session_id:
-            return self._request
-        return resume_request(self._session_id, self._position, self._tail)
+        self._since, self._began = self._rest.from_position, math.inf
+        return self._rest if self._rest.session_id else self._request
 
     def call(self, stub: Any, timeout_s: float | None) -> Any:
         """Start the next stream, with the synchronous or the asynchronous stub."""
@@ -60,17 +53,17 @@ class StreamProgress:
         received = reply_from_proto(reply)
         if isinstance(received, Started):
             again, self._started = self._started, True
-            self._session_id, self._began = received.session_id, time.monotonic()
+            self._rest.session_id, self._began = received.session_id, time.monotonic()
             return None if again else received
         if isinstance(received, Tokens):
-            self._position += len(received.token_ids)
-            self._tail.extend(received.token_ids)
+            self._rest.from_position += len(received.token_ids)
+            self._rest.tail.extend(received.token_ids)
         return received
 
     def may_retry(self, now: float) -> bool:
         """Return whether to retry after a break at this time of a monotonic clock."""
         self._first_tries -= 1
-        if self._position > self._since or self._give_up is None:
+        if self._rest.from_position > self._since or self._give_up is None:
             self._give_up = now + RESUME_FOR_S
         elif self._began < math.inf:  # the time of an accepted stream, such as in a queue, does not count
             self._give_up += now - self._began
