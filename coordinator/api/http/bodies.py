@@ -233,10 +233,11 @@ class ChatOptions(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prediction: dict[str, Any] | None = Field(None, description="Ignored: the drafters guess.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    verbosity: Literal["medium"] | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> ChatOptions:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens are the same field and differ")

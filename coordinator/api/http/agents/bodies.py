@@ -15,12 +15,12 @@ MAX_PARTS = 1_000
 MAX_TOOLS = 128
 _FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_ROLES = {"developer": "system"}
 
 
 class TextPart(Body):
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Ignored.")
 
 
 class Function(Body):
@@ -61,7 +61,7 @@ class CalledFunction(Body):
     arguments: str = Field(description="A JSON object.")
     parsed_arguments: Annotated[Any, Field(description="Ignored: OpenAI's client adds it to answers.")] = None
 
-    def values(self, *, cut: bool = True) -> dict[str, Any]:
+    def read(self, *, cut: bool = True) -> dict[str, Any]:
         """Return the arguments; of those that the limit of tokens may have `cut`, what is whole."""
         text = self.arguments.strip() or "{}"
         try:
@@ -84,6 +84,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = None
     reasoning_content: str | None = Field(None, description="Of an answer, for templates that show it.")
+    reasoning: str | None = Field(None, description="vLLM's name of reasoning_content.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     tool_call_id: str | None = Field(None, max_length=OTHER)
     name: str | None = Field(None, max_length=LONGEST["name"], description="Ignored: chat templates have no names.")
@@ -104,7 +105,7 @@ class Message(Body):
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise ValueError("tool_call_id is required in messages of tools, and only there")
         for call in self.tool_calls or ():
-            _ = call.function.values()
+            call.function.read()
         return self
 
     @property
@@ -116,12 +117,12 @@ class Message(Body):
     @property
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates read it."""
-        plain: dict[str, Any] = {"role": _ROLES.get(self.role, self.role), "content": self.text}
-        if self.reasoning_content:
-            plain["reasoning_content"] = self.reasoning_content
+        plain: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": self.text}
+        if thoughts := self.reasoning_content or self.reasoning:
+            plain["reasoning_content"] = thoughts
         if self.tool_calls:
             plain["tool_calls"] = [
-                {"id": it.id, "type": it.type, "function": {"name": it.function.name, "arguments": it.function.values()}}
+                {"id": it.id, "type": it.type, "function": {"name": it.function.name, "arguments": it.function.read()}}
                 for it in self.tool_calls
             ]
         if self.tool_call_id is not None:

@@ -30,6 +30,7 @@ class ItemText(Body):
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
     annotations: list[Any] | None = Field(None, description="Ignored.")
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Ignored.")
     logprobs: list[Any] | None = Field(None, description="Ignored.")
     parsed: Any = Field(None, description="Ignored: OpenAI's clients add it to answers.")
 
@@ -63,7 +64,7 @@ class CallItem(_Item, chats.CalledFunction):
 
     @model_validator(mode="after")
     def _object(self) -> CallItem:
-        _ = self.status == "incomplete" or self.values(cut=False)
+        _ = self.status == "incomplete" or self.read(cut=False)
         return self
 
     @property

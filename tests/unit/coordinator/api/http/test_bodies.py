@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from coordinator.api.http.agents.bodies import ChatBody
+from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.bodies import Body, CompletionBody, read_body
 from coordinator.api.http.failures import FIELD_NAMES, body_of
 from coordinator.api.preprocess import LARGE_BYTES
@@ -176,3 +177,17 @@ def test_a_call_that_was_cut_keeps_the_arguments_that_are_whole() -> None:
     for wrong in ("[1", "x", whole + "}", whole[:9] + "x"):
         with pytest.raises(ValueError, match="must be a JSON object"):
             sent_back(wrong)
+
+
+def test_what_other_servers_take_and_changes_nothing_is_taken() -> None:
+    part = {"type": "text", "text": "Hi.", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    said = {"role": "assistant", "content": "So.", "reasoning": "Hm."}  # as vLLM writes it
+    body = {"messages": [{"role": "user", "content": [part]}, said], "top_logprobs": 0, "verbosity": "medium"}
+    chat = ChatBody.model_validate(body)
+    assert [message.plain for message in chat.messages] == [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "So.", "reasoning_content": "Hm."},
+    ]
+    assert chat.num_logprobs is None
+    item = {"role": "user", "content": [part | {"type": "input_text"}]}
+    assert ResponsesBody.model_validate({"input": [item]}).chat.messages[0].text == "Hi."

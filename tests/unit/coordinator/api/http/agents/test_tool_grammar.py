@@ -155,5 +155,5 @@ def test_a_schema_that_is_not_supported_is_named_by_its_tool(name: str, formatte
     answer = Grammar(json_object=True) if formatted else None
     manner, target = Manner(DIALECTS[name], True), TARGETS[True]
     grammar = grammar_of({**TOOLS, "get-rain": bad}, manner, target, required=False, parallel=True, answer=answer)
-    with pytest.raises(InvalidRequest, match="does not compile: get-rain: .*Unknown format: nonsense$"):
+    with pytest.raises(InvalidRequest, match=r"does not compile: get-rain: .*Unknown format: nonsense$"):
         target.grammars.compile(SamplingParams(grammar=grammar))
