@@ -289,6 +289,23 @@ def test_an_answer_that_fails_on_the_way_says_so(page: Page, stream: str, told: 
     expect(page.locator("#prompt")).to_have_value("Try")
 
 
+def test_thoughts_are_shown_before_the_answer_and_not_sent_back(page: Page) -> None:
+    marks = {"kinds": ["plain", "accepted"], "characters": [1, 2], "plan": "γ 1", "gamma": 1}
+    deltas = [{"reasoning_content": "Hm,"}, {"reasoning_content": " so"}, {"content": "Yes"}]
+    chunks = [{"index": 0, "delta": delta, "speculation": marks} for delta in deltas]
+    body = "".join(f"data: {json.dumps({'choices': [chunk]})}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route(CHAT, lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body))
+    ask(page, "Is it?")
+    complete(page)
+    expect(page.locator(".answer .said")).to_have_text(["Hm, so", "Yes"])
+    expect(page.locator(".answer .thoughts .token.accepted")).to_have_text(["m,", "so"])
+    with page.expect_request(CHAT) as asked:
+        ask(page, "And on")
+    complete(page)
+    sent = [one["content"] for one in json.loads(asked.value.post_data or "")["messages"]]
+    assert sent == ["Is it?", "Yes", "And on"]
+
+
 def test_a_server_that_is_not_there_is_told_in_words(browser: Browser, cluster: Cluster) -> None:
     context = browser.new_context()
     page = context.new_page()

@@ -166,21 +166,27 @@ class Answer {
     this.title = title;
     this.watched = watched; // shown next to the conversation
     this.said = make("div", { className: "said writing" });
+    this.thoughts = make("div", { className: "said thoughts" });
     this.speed = make("b");
     this.box = make("article", { className: "answer" },
       make("h3", {}, title, title ? " " : "", this.speed), this.said);
     this.counts = Object.fromEntries(KINDS.map((kind) => [kind, 0]));
     this.recent = [];
     this.times = [];
-    this.text = "";
+    this.text = ""; // of the answer itself
+    this.all = ""; // with its thoughts
   }
 
   add(choice) {
+    const thought = choice.delta.reasoning_content || "";
     const content = choice.delta.content || "";
     const marks = choice.speculation || { kinds: [], characters: [] };
-    if (!content && !marks.kinds.length) return;
+    if (!thought && !content && !marks.kinds.length) return;
     this.text += content;
-    const letters = [...content];
+    this.all += thought + content;
+    if (thought && !this.thoughts.parentNode) this.said.before(this.thoughts);
+    const shown = thought ? this.thoughts : this.said;
+    const letters = [...(thought || content)];
     const now = performance.now();
     marks.kinds.forEach((kind, i) => {
       this.counts[kind] += 1;
@@ -189,10 +195,10 @@ class Answer {
       const part = letters.splice(0, marks.characters[i]).join("");
       const word = part.trimStart();
       const space = part.slice(0, part.length - word.length);
-      if (word) this.said.append(space, make("span", { className: `token ${kind}`, textContent: word, title: kind }));
-      else if (part) this.said.append(make("span", { className: `token ${kind} blank`, textContent: part }));
+      if (word) shown.append(space, make("span", { className: `token ${kind}`, textContent: word, title: kind }));
+      else if (part) shown.append(make("span", { className: `token ${kind} blank`, textContent: part }));
     });
-    if (letters.length) this.said.append(letters.join(""));
+    if (letters.length) shown.append(letters.join(""));
     this.recent = this.recent.slice(-RECENT);
     this.times = this.times.filter((time) => now - time < WINDOW_MS);
     const rate = (1000 * (this.times.length - 1)) / (now - this.times[0]);
@@ -243,7 +249,7 @@ const race = (plain, guessed) => {
     made.style.width = `${(100 * answer.rate) / most}%`;
     return [make("span", { textContent: answer.title }), made, make("span", { textContent: `${figure(answer.rate)} tokens/s` })];
   };
-  const same = plain.text === guessed.text;
+  const same = plain.all === guessed.all;
   const verdict = same ? " and the same text, to the last letter." : " but another text.";
   return make("div", { className: "race" }, ...bar(plain, "plain"), ...bar(guessed, "speculated"),
     make("p", {}, make("b", { className: "times", textContent: `${figure(guessed.rate / plain.rate, 2)} ×` }),
