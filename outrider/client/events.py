@@ -118,7 +118,7 @@ def _request(prompt: str | None, options: Options) -> pb.GenerateRequest:
         params=convert.params_to_proto(options.get("params") or SamplingParams()),
         # With a key a request can be repeated if its answer was lost.
         idempotency_key=options.get("idempotency_key") or secrets.token_hex(16),
-        speculation=pb.Speculation(**{name: given.get(name) for name in pb.Speculation.DESCRIPTOR.fields_by_name}),
+        speculation=pb.Speculation(**{it: given[it] for it in pb.Speculation.DESCRIPTOR.fields_by_name if it in given}),
         cache_salt=options.get("cache_salt", ""),
         model=options.get("model", ""),
         priority=options.get("priority"),

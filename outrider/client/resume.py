@@ -17,7 +17,6 @@ from outrider.v1 import coordinator_pb2 as pb
 
 RESUME_FOR_S = 30.0
 RETRY_S = 0.2
-_FIRST_TRIES = 2  # and one per endpoint, until the first reply
 
 
 class StreamProgress:
@@ -28,7 +27,7 @@ class StreamProgress:
         self._rest = request if isinstance(request, pb.ResumeRequest) else pb.ResumeRequest()
         self._started = False
         self._endpoints, self._failures = endpoints, 0
-        self._first_tries = _FIRST_TRIES + endpoints
+        self._first_tries = 2 + endpoints  # until the first reply
         self._since = 0  # position at which the present stream started
         self._began = math.inf  # time at which it was accepted
         self._give_up: float | None = None

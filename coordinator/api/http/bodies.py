@@ -29,7 +29,6 @@ _MOST = {"values": (b",", 1 << 20), "keys, lists and objects": (b":[{", 1 << 16)
 _PIECE = 1 << 16
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _MAX_TOKENS = 2**31 - 1
-_UNSUPPORTED_MEDIA = 415
 
 BodyModel = TypeVar("BodyModel", bound="Body")
 
@@ -83,9 +82,9 @@ async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         message = f"Content-Type is {shorten(media) or 'absent'}, must be application/json"
-        raise HTTPException(_UNSUPPORTED_MEDIA, message)
+        raise HTTPException(415, message)
     if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
-        raise HTTPException(_UNSUPPORTED_MEDIA, f"Content-Encoding is {shorten(coding)}, must be absent")
+        raise HTTPException(415, f"Content-Encoding is {shorten(coding)}, must be absent")
     data = await request.body()
     if len(data) > LARGE_BYTES:  # checks of megabytes take seconds; other streams wait for the JSON only
         return await asyncio.to_thread(_read, data, kinds)

@@ -21,7 +21,6 @@ _GRAMMAR = re.compile(r"params\.grammar(\.\w+)?")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 FIELD_NAMES = ContextVar[dict[str, str]]("field names")  # of the current request, by their names in gRPC
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-_SERVER = 500
 _RETRY_AFTER_MS = {429: 1000, 503: 2000, 504: 1000}  # for errors without a time
 
 _short = Repr()
@@ -30,7 +29,7 @@ _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, 80, 80, 
 
 def body_of(error: OutriderError, status: int | None = None) -> Error:
     status = status or error.http_status
-    kind = _TYPES.get(status, "invalid_request_error" if status < _SERVER else "server_error")
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = "model_not_found" if error.field == "model" and status == 404 else _CODES.get(status, error.code)
     name = next((it for grpc_name, it in FIELD_NAMES.get({}).items() if error.field.startswith(grpc_name)), error.field)
     message, param = _in_http_terms(error.message.replace(error.field, name)), _in_http_terms(name) or None

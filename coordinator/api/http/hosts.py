@@ -15,7 +15,6 @@ from outrider.protocol.errors import InvalidRequest, shorten
 ANY = "*"
 ADDRESSES = "any IP address"
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-_FORBIDDEN = 403
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -55,14 +54,14 @@ class RequestChecks:
         if not self._serves(_parsed(f"//{host}").hostname or ""):
             message = f"Host {shorten(repr(host))} is not served here; --allowed-hosts names further ones"
             served = ", ".join(sorted(self._hosts - {""}))
-            return InvalidRequest(message, field="Host", value=host, limit=served), _FORBIDDEN
+            return InvalidRequest(message, field="Host", value=host, limit=served), 403
         origin = headers.get("origin")
         if method in _SAFE or origin is None or ANY in self._origins or origin in self._origins:
             return None
         if _parsed(origin).netloc.lower() == host.lower():
             return None
         message = f"pages of {shorten(repr(origin))} may not call this; --cors-origins names those that may"
-        return InvalidRequest(message, field="Origin", value=origin, limit=host), _FORBIDDEN
+        return InvalidRequest(message, field="Origin", value=origin, limit=host), 403
 
     def _serves(self, name: str) -> bool:
         return not self._hosts.isdisjoint({ANY, name}) or (ADDRESSES in self._hosts and address(name) is not None)

@@ -7,7 +7,6 @@ import time
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.admission.byte_budget import UNCOUNTED, ByteBudget, ByteShare
@@ -20,11 +19,6 @@ from outrider.security.api_keys import HEADER, ApiKeys
 from outrider.security.tenants import set_tenant
 
 log = structlog.get_logger(__name__)
-
-_GONE = 499
-_TOO_LARGE = 413
-_TOO_SLOW = 408
-_UNAVAILABLE = 503
 
 
 class RequestIds:
@@ -55,7 +49,7 @@ class RequestIds:
         finally:
             ms = round(1000 * (time.monotonic() - started))
             level = log.debug if (scope["path"], status) == ("/metrics", 200) else log.info  # scraped every few seconds
-            level("http", method=scope["method"], path=scope["path"], status=status or _GONE, ms=ms)
+            level("http", method=scope["method"], path=scope["path"], status=status or 499, ms=ms)
 
 
 class KeyAuth:
@@ -92,13 +86,16 @@ class BodyReader:
             try:
                 body = await self._read(receive, share)
             except (TimeoutError, Overloaded) as error:
-                await _refuse(error)(scope, receive, send)
+                slow = Expired(f"the body arrived slower than {MIN_BYTES_PER_S} bytes a second", field="body")
+                reply = respond(error, 503) if isinstance(error, Overloaded) else respond(slow, 408)
+                reply.headers["Connection"] = "close"  # the rest of the body would be read as a request
+                await reply(scope, receive, send)
                 return
             if body is None:
                 return  # the client left before the end of the body
             if len(body) > self._limit:
                 large = InvalidRequest.of("body", f"more than {self._limit} bytes", f"at most {self._limit} bytes")
-                await respond(large, _TOO_LARGE)(scope, receive, send)
+                await respond(large, 413)(scope, receive, send)
                 return
 
             async def send_on(message: Message) -> None:
@@ -150,10 +147,3 @@ class BodyReader:
             self._budget.take(share, len(body))
             if len(body) >= wanted:
                 deadline, wanted = now() + self._timeout_s, len(body) + self._timeout_s * MIN_BYTES_PER_S
-
-
-def _refuse(error: TimeoutError | Overloaded) -> Response:
-    slow = Expired(f"the body arrived slower than {MIN_BYTES_PER_S} bytes a second", field="body")
-    reply = respond(error, _UNAVAILABLE) if isinstance(error, Overloaded) else respond(slow, _TOO_SLOW)
-    reply.headers["Connection"] = "close"  # the rest of the body would be read as a request
-    return reply

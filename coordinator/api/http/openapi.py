@@ -40,7 +40,6 @@ _STATUSES = {
     503: "No worker is ready, or the server is shutting down: try again after Retry-After",
     504: "The deadline passed, or would: try again after Retry-After",
 }
-_RETRY = (429, 503, 504)
 _OPEN: Json = {"security": []}
 _MODEL: Json = {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
@@ -136,7 +135,7 @@ def _gets(summary: str, content: Json, *statuses: int) -> Json:
 
 def _error(status: int) -> Json:
     reply: Json = {"description": _STATUSES[status], "content": _json(responses.Error)}
-    if status in _RETRY:
+    if status in (429, 503, 504):
         reply["headers"] = {"Retry-After": {"description": "Seconds", "schema": {"type": "integer"}}}
     return reply
 

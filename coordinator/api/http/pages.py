@@ -12,23 +12,17 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_PAGES = {
-    "/": ("index.html", "text/html"),
-    "/playground.css": ("playground.css", "text/css"),
-    "/playground.js": ("playground.js", "text/javascript"),
-    "/docs": ("docs.html", "text/html"),
-    "/docs.css": ("docs.css", "text/css"),
-    "/docs.js": ("docs.js", "text/javascript"),
-    "/style.css": ("style.css", "text/css"),
-}
+_PARTS = ("playground.css", "playground.js", "docs.css", "docs.js", "style.css")
+_PAGES = {"/": "index.html", "/docs": "docs.html", **{f"/{name}": name for name in _PARTS}}
+_MEDIA = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 OPEN_PAGES = frozenset(_PAGES)  # served without a key: they contain no data
 
 
 def routes() -> list[Route]:
-    return [_route(path, name, media) for path, (name, media) in _PAGES.items()]
+    return [_route(path, name) for path, name in _PAGES.items()]
 
 
-def _route(path: str, name: str, media: str) -> Route:
+def _route(path: str, name: str) -> Route:
     content = files("coordinator.api.http").joinpath("page", name).read_bytes()
     headers = {
         "Content-Security-Policy": _POLICY,
@@ -38,6 +32,6 @@ def _route(path: str, name: str, media: str) -> Route:
     }
 
     async def page(request: Request) -> Response:
-        return Response(content, media_type=media, headers=headers)
+        return Response(content, media_type=_MEDIA[name.rpartition(".")[2]], headers=headers)
 
     return Route(path, page)
