@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,7 +17,9 @@ from openai import AsyncOpenAI
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
+from starlette.responses import Response
 
+from coordinator.api.http.replies import CompletionReplies
 from outrider.protocol.speculation import TokenKind
 from tests.cluster import ask, client, generate
 from tests.contract.conftest import House, after_joining, slowed, soon
@@ -144,6 +147,28 @@ async def test_log_probabilities(api: AsyncOpenAI, model: str) -> None:
     assert logprobs.tokens is not None
     assert len(logprobs.tokens) == 6
     assert logprobs.text_offset[0] == 0
+
+
+@pytest.mark.parametrize("logprobs", [None, 20])
+async def test_only_an_answer_with_log_probabilities_is_written_beside_the_loop(
+    web: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, logprobs: int | None
+) -> None:
+    """With 20 of them for each of 4,096 tokens all other streams waited for half a second."""
+    threads = []
+
+    def noting(method: Any) -> Any:
+        def noted(*given: Any, **more: Any) -> Any:
+            threads.append(threading.get_ident())
+            return method(*given, **more)
+
+        return noted
+
+    monkeypatch.setattr(CompletionReplies, "_choice", noting(CompletionReplies._choice))
+    monkeypatch.setattr(Response, "__init__", noting(Response.__init__))
+    body = {"prompt": "So", "n": 2, "max_tokens": 20, "ignore_eos": True, "logprobs": logprobs}
+    assert (await web.post("/v1/completions", json=body)).status_code == 200
+    assert len(threads) == 3
+    assert (threading.get_ident() in threads) is (logprobs is None)
 
 
 async def test_streamed_log_probabilities_are_the_same(api: AsyncOpenAI, model: str) -> None:

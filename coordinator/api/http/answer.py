@@ -24,7 +24,6 @@ from outrider.protocol.speculation import FinishReason
 from outrider.settings.coordinator import CoordinatorSettings
 
 CHAT_TOKENS = 1_024  # default of max_tokens in a chat, if the context has space for them
-_SEED_BITS = 53  # of a drawn seed: JSON readers keep 53 bits exactly
 
 
 async def progress(sessions: Sequence[Session]) -> AsyncGenerator[tuple[int, list[Token]], None]:
@@ -73,11 +72,6 @@ async def requests_of(
     return requests
 
 
-def inputs_of(body: CompletionBody) -> list[ClientRequest]:
-    """Return one request per prompt. Without a seed in the body each prompt draws its own."""
-    return [input_of(body, prompt=it) if isinstance(it, str) else input_of(body, tokens=it) for it in body.prompts]
-
-
 def input_of(body: ChatOptions | CompletionBody, **given: Any) -> ClientRequest:
     return ClientRequest(
         params=_params(body),
@@ -89,10 +83,10 @@ def input_of(body: ChatOptions | CompletionBody, **given: Any) -> ClientRequest:
 
 
 def _params(body: ChatOptions | CompletionBody) -> SamplingParams:
-    """Return the parameters; fields that the body leaves out take their defaults."""
+    """Return the parameters; fields that the body leaves out take their defaults. JSON's readers keep 53 bits."""
     given = _given(body) | _given(body.speculation or ())
     given |= {
-        "seed": (secrets.randbits(_SEED_BITS) if body.seed is None else body.seed) % (MAX_SEED + 1),
+        "seed": (secrets.randbits(53) if body.seed is None else body.seed) % (MAX_SEED + 1),
         "stop": body.stops,
         "logprobs": body.num_logprobs,
         "grammar": _grammar(body.response_format),

@@ -36,7 +36,7 @@ from coordinator.api.http.limits import BodyReader, KeyAuth, RequestIds
 from coordinator.api.http.openapi import document
 from coordinator.api.http.replies import CompletionReplies, Replies, plan_completion
 from coordinator.api.http.responses import Fleet, Model, ModelList, Status
-from coordinator.api.http.streams import EventStream
+from coordinator.api.http.streams import EventStream, WholeAnswer
 from coordinator.api.preprocess import ClientRequest, admission, beside
 from coordinator.persistence.idempotency import MAX_KEY_CHARACTERS
 from coordinator.sessions.session_manager import SessionManager
@@ -47,7 +47,6 @@ from outrider.settings.coordinator import CoordinatorSettings
 
 Plan = Callable[..., tuple[list[ClientRequest], Replies[Any] | ResponseReplies]]
 
-_JSON_FACTOR = 3  # by which a text may be longer as JSON
 _CORS: dict[str, Any] = {
     "allow_methods": ["*"],
     "allow_headers": ["*"],
@@ -86,7 +85,7 @@ class Api:
         origins = [origin.strip() for origin in self._settings.cors_origins.split(",") if origin.strip()]
         allowed = [name.strip() for name in self._settings.allowed_hosts.split(",") if name.strip()]
         open_to_all = _OPEN | {"/metrics"} if self._settings.open_metrics else _OPEN
-        limit = _JSON_FACTOR * 1024 * self._settings.max_prompt_kib
+        limit = 3 * 1024 * self._settings.max_prompt_kib  # a text may be longer as JSON
         app = Starlette(
             routes=routes,
             middleware=[
@@ -124,7 +123,8 @@ class Api:
         answering = start_answer(self._sessions, requests, target, _key(request))
         if body.stream:
             return await EventStream.start(replies.chunks(answering))
-        return JSONResponse(await replies.whole(answering))
+        whole: Response = await replies.whole(answering, WholeAnswer)
+        return whole
 
     # Information.
 

@@ -6,15 +6,15 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Any, Generic, TypeVar
 
 from coordinator.api.http import responses
-from coordinator.api.http.answer import inputs_of, progress
+from coordinator.api.http.answer import input_of, progress
 from coordinator.api.http.bodies import ChatOptions, CompletionBody
-from coordinator.api.preprocess import ClientRequest
+from coordinator.api.preprocess import ClientRequest, beside
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
@@ -39,15 +39,20 @@ class Replies(ABC, Generic[BodyT]):
         self._model = model
         self._written: Counter[int] = Counter()  # characters of each choice
 
-    async def whole(self, answering: Answering) -> dict[str, Any]:
+    async def whole(self, answering: Answering, made: Callable[[dict[str, Any]], Any] = dict) -> Any:
+        """Return the whole answer, as it is `made`. A large one is made beside the event loop."""
         async with answering as sessions:
             tokens: list[list[Token]] = [[] for _ in sessions]
             async with contextlib.aclosing(progress(sessions)) as updates:
                 async for number, new in updates:
                     tokens[number] += new
-            choices = [self._choice(number, session, tokens[number]) for number, session in enumerate(sessions)]
-            head = self._head(self.kind, sessions[0])
-            return head | {"choices": choices, "usage": usage(sessions, self._body.choices)} | metrics(sessions)
+            known = 0 if self._body.num_logprobs is None else self._body.num_logprobs + 1
+            size = 55 * known * sum(map(len, tokens))  # of the JSON
+            return await beside(size, self._whole, made, sessions, tokens)
+
+    def _whole(self, made: Callable[[dict[str, Any]], Any], sessions: Sequence[Session], tokens: list[Any]) -> Any:
+        told = self._head(self.kind, sessions[0]) | {"choices": [*map(self._choice, count(), sessions, tokens)]}
+        return made(told | {"usage": usage(sessions, self._body.choices)} | metrics(sessions))
 
     async def chunks(self, answering: Answering) -> AsyncGenerator[dict[str, Any], None]:
         async with answering as sessions:
@@ -85,8 +90,9 @@ class Replies(ABC, Generic[BodyT]):
 def plan_completion(
     body: CompletionBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], Replies[CompletionBody]]:
-    """Return the inputs of completions, and the formatter of their replies."""
-    return inputs_of(body), CompletionReplies(body, target, target.served_name)
+    """Return one input per prompt, each with its own seed if the body has none, and the formatter of replies."""
+    inputs = [input_of(body, prompt=it) if isinstance(it, str) else input_of(body, tokens=it) for it in body.prompts]
+    return inputs, CompletionReplies(body, target, target.served_name)
 
 
 class CompletionReplies(Replies[CompletionBody]):

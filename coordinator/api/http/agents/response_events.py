@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from coordinator.api.http.agents.bodies import ChatBody
@@ -65,10 +65,10 @@ class ResponseReplies:
         self._reader = AnswerReader(body.chat, target, manner)
         self._created = int(time.time())
 
-    async def whole(self, answering: Answering) -> Json:
+    async def whole(self, answering: Answering, made: Callable[[Json], Any] = dict) -> Any:
         async with answering as sessions, contextlib.aclosing(self._events(sessions[0])) as events:
             *_, last = [event async for event in events if "response" in event]
-        return dict(last["response"])
+        return made(last["response"])
 
     async def chunks(self, answering: Answering) -> AsyncGenerator[Json, None]:
         number = 0

@@ -1,10 +1,15 @@
-"""Events of a stream, as clients split them."""
+"""Events of a stream, as clients split them, and whole answers, which are encoded in parts."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from coordinator.api.http.streams import _event
+import pytest
+from starlette.responses import JSONResponse
+
+from coordinator.api.http import streams
+from coordinator.api.http.streams import WholeAnswer, _event
 
 
 def test_an_event_is_one_line_for_all_that_split_lines() -> None:
@@ -14,3 +19,37 @@ def test_an_event_is_one_line_for_all_that_split_lines() -> None:
     assert nothing == ""
     assert json.loads(line.removeprefix("data: ")) == data
     assert "世界 é".encode() in _event(data), "the rest as it is"
+
+
+NESTED: Any = {
+    "a": {},
+    "b": [],
+    "c": [[{}], [[[[[{"é": [None, True, -1.5]}]]]]]],
+    "d": {"e": {"f": {"g": {"h": {"i": 1}}}}},
+}
+
+
+@pytest.mark.parametrize("value", [None, 1, "é", {}, [], NESTED])
+def test_a_whole_answer_is_what_one_call_of_the_encoder_would_be(value: Any) -> None:
+    assert WholeAnswer(value).body == JSONResponse(value).body
+
+
+def test_no_call_of_the_encoder_takes_more_than_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads wait for such a call: for a tenth of a second with 4,096 tokens that have 20 log probabilities."""
+    token = {"token": "x", "logprob": -1.5, "bytes": [120], "top_logprobs": [{"token": "x", "bytes": [120]}] * 20}
+    lists: dict[str, Any] = {"tokens": ["x"] * 99, "top_logprobs": [{"x": -1.5}] * 99}
+    calls, encode = [], streams._text
+
+    def noted(value: Any) -> str:
+        calls.append(encode(value))
+        return calls[-1]
+
+    monkeypatch.setattr(streams, "_text", noted)
+    for logprobs in ({"content": [token] * 99}, lists):
+        WholeAnswer({"choices": [{"index": 0, "logprobs": logprobs}] * 3})
+    assert max(map(len, calls)) == len(encode(token))
+
+
+def test_an_answer_without_a_number_is_no_json() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        WholeAnswer({"a": float("nan")})
