@@ -223,8 +223,9 @@ async def test_what_exceeds_the_context_has_the_code_that_agents_know(api: Async
 
 
 async def test_a_stream_that_fails_names_the_field_of_its_request(api: AsyncOpenAI, house: House) -> None:
-    form: Any = {"format": {"type": "json_object"}}
-    field = "params.grammar.json_object"
+    long = {"type": "object", "properties": {"text": {"type": "string", "minLength": 300}}, "required": ["text"]}
+    form: Any = {"format": {"type": "json_schema", "name": "long", "schema": long}}  # any object may be {}
+    field = "params.grammar.json_schema"
     with slowed(house.loaded, 0.02):
         async for event in await api.responses.create(**ASK | {"max_output_tokens": 300}, text=form, stream=True):
             if event.type == "response.created":
