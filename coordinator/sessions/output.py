@@ -11,7 +11,7 @@ from coordinator.admission.waiting.urgency import urgency
 from coordinator.sessions.detokenizer import TextPiece, TextStream
 from outrider.protocol.speculation import TokenKind, TokenLogprobs
 
-MAX_READ = 512  # tokens that a client gets at once, so that a slow one needs no buffer
+MAX_READ = 64  # tokens that a client gets at once: they are written in 7 ms, each with 20 log probabilities
 
 
 class Token(NamedTuple):
@@ -79,6 +79,8 @@ async def follow(
                     at[index] += len(tokens)
                     changed.set()  # there may be more
                     yield index, position, tokens
+                    if len(tokens) == MAX_READ:
+                        await asyncio.sleep(0)  # others write, too
                 elif output.ended:
                     del at[index]
                     yield index, position, []

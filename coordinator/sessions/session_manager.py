@@ -42,7 +42,6 @@ from outrider.settings.coordinator import CoordinatorSettings
 log = structlog.get_logger(__name__)
 
 _FLUSH_S = 3.0
-_FIND_ATTEMPTS = 10
 _FIND_WAIT_S = 0.1
 
 
@@ -183,7 +182,7 @@ class SessionManager:
 
     async def _find_by_key(self, record: SessionRecord, target: Target, *, admitted: bool) -> Session:
         """Return the session that an idempotency key stands for; start it again only if it is stored nowhere."""
-        for _ in range(_FIND_ATTEMPTS):
+        for _ in range(10):
             try:
                 known = await self.take_over(record.session_id, 0, ())
             except NotFound:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -123,8 +123,7 @@ class Api:
         answering = start_answer(self._sessions, requests, target, _key(request))
         if body.stream:
             return await EventStream.start(replies.chunks(answering))
-        whole: Response = await replies.whole(answering, WholeAnswer)
-        return whole
+        return cast(Response, await replies.whole(answering, WholeAnswer))
 
     # Information.
 
