@@ -84,7 +84,7 @@ async def follow(
                 elif output.ended:
                     del at[index]
                     yield index, position, []
-            if at:  # the deadline of who follows is that of the first tokens
+            if at:  # for first tokens until the caller's deadline
                 await (changed.wait() if all(outputs[index].tokens for index in at) else urgency().wait(changed))
     finally:
         for output in outputs:
