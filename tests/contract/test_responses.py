@@ -10,7 +10,7 @@ import jsonschema
 import openai
 import pytest
 from openai import AsyncOpenAI
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from coordinator.api.http.agents.response_types import ModelResponse, ModelResponseEvent
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 FLAT: list[Any] = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
 ASK: dict[str, Any] = {"model": "", "input": "Weather?", "max_output_tokens": 20, "temperature": 1}
+OPENAI_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 SEED: dict[str, Any] = {"extra_body": {"seed": 3}}
 CALLS: dict[str, Any] = ASK | {"tools": FLAT, "tool_choice": "required", "max_output_tokens": 300}
 ONE: dict[str, Any] = CALLS | {"parallel_tool_calls": False}
@@ -44,6 +45,7 @@ async def events_of(house: House, body: dict[str, Any]) -> list[dict[str, Any]]:
     assert [event["sequence_number"] for event in data] == list(range(len(data)))
     for event in data:
         TypeAdapter(ModelResponseEvent).validate_python(event, strict=True)
+        OPENAI_EVENT.validate_python(event)
     return data
 
 
