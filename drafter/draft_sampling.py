@@ -66,7 +66,7 @@ def next_token(
 ) -> tuple[int, list[Distribution]] | None:
     """Return the token after `tokens`, with its distribution in rejection and block mode.  # logits: [1, ids]
 
-    None means that the grammar allows no token here.
+    None means that the grammar allows no token here, or that the logits are not finite.
     """
     adjusted, ids = adjust_logits(request, logits, ids, tokens, [()])
     adjusted, live = _mask_by_grammar(request, adjusted, [tokens[request.committed :]])
@@ -77,7 +77,8 @@ def next_token(
     if request.params.greedy:
         column = shared_draw(adjusted, request.params, [len(tokens)])[0]
         return column if ids is None else int(ids[column]), []
-    return shared_choices(adjusted, request.params, [len(tokens)], 1, ids)[0][0][0], []
+    choices = shared_choices(adjusted, request.params, [len(tokens)], 1, ids)[0]
+    return (choices[0][0], []) if choices else None
 
 
 def draws_plainly(request: DraftRequest) -> bool:
@@ -106,7 +107,7 @@ def _mask_by_grammar(
 
 def _draw_with_own_noise(
     request: DraftRequest, logits: torch.Tensor, tokens: Sequence[int], candidates: int, ids: Ids
-) -> tuple[int, list[Distribution]]:
+) -> tuple[int, list[Distribution]] | None:
     """Draw a token with noise of this path alone; return it with the distribution that it was drawn from.
 
     Block verification also looks at guesses of other drafters for the same position whose path failed. With shared
@@ -117,6 +118,8 @@ def _draw_with_own_noise(
         logits, columns = logits.topk(min(candidates, logits.shape[-1]), dim=-1)
         ids = columns[0] if ids is None else ids[columns[0]]
     kept = sampling.candidates(logits, request.params)
+    if kept.probs.isnan().any():
+        return None
     columns = kept.ids if kept.ids.dim() == 1 else kept.ids[0]
     distribution = sampling.quantise(kept.probs[0], columns if ids is None else ids[columns], candidates)
     key = noise.key(request.params.seed, noise.Use.DRAFT, len(tokens), request.committed)

@@ -16,7 +16,7 @@ from drafter.session import DraftOpening, DraftSession
 from drafter.shares.shares import FEW, DraftingShares
 from outrider.base.decayed_mean import DecayedMean
 from outrider.observability.metrics import DrafterMetrics
-from outrider.protocol.errors import InvalidRequest, Overloaded, Unavailable
+from outrider.protocol.errors import InvalidRequest, OutriderError, Overloaded, Unavailable
 from outrider.protocol.fleet import WorkerLoad
 from outrider.protocol.speculation import Guess, Verdict
 from outrider.speculation.direct import VerifierBeside
@@ -69,13 +69,12 @@ class DraftingLoop:
         self._wake.set()
         return session
 
-    def close(self, session: DraftSession) -> None:
+    def close(self, session: DraftSession, error: OutriderError | None = None) -> None:
         """End a session; idempotent."""
-        if self._sessions.pop(session.key, None) is None:
-            return
-        session.close()
-        self._closed.append(session)
-        self._wake.set()
+        if self._sessions.pop(session.key, None) is not None:
+            session.close(error)
+            self._closed.append(session)
+            self._wake.set()
 
     def drain(self) -> None:
         """Close all sessions and refuse new ones: their coordinators continue without this drafter."""
@@ -120,7 +119,7 @@ class DraftingLoop:
                 return {session: guess for each in alone for session, guess in each.items()}
             for session in requests:
                 log.exception("drafting failed, session closed", session=session.id, error=str(error))
-                self.close(session)
+                self.close(session, InvalidRequest(f"drafting for it failed: {type(error).__name__}"))
             return {}
 
     def stop(self) -> None:
@@ -138,7 +137,7 @@ class DraftingLoop:
                 session.commit(verdict.position, verdict.tokens, verdict.hidden_states)
             except InvalidRequest as error:
                 log.error("commit refused, session closed", session=session.id, error=error.message)
-                self.close(session)
+                self.close(session, error)
             if session.wants_more:
                 self._wake.set()
             return True

@@ -56,16 +56,15 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
             first = await first_message(requests, self._settings.open_timeout_s, "open")
             opening = _opening(first)
             session = self._loop.open(opening, await self._grammar_cursor(opening))
-        failed: list[OutriderError] = []
         try:
             with StreamSpan(self._tracing, "draft", request_context, session.id) as span:
                 yield pb.DraftReply(opened=pb.DraftOpened(hidden_states=self._drafter.needs_hidden_states))
-                async with background(self._receive(session, requests, failed)):
+                async with background(self._receive(session, requests)):
                     async for guess in session.messages():
                         span.add(len(guess.tokens), guess.draft_us)
                         yield pb.DraftReply(guess=convert.guess_to_proto(guess))
-                if failed:
-                    raise failed[0]
+                if session.error is not None:
+                    raise session.error
         finally:
             self._loop.close(session)
 
@@ -78,9 +77,7 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
             opening.params, opening.tokens, opening.prompt_length, opening.vocabulary_digest, opening.eos_token_ids
         )
 
-    async def _receive(
-        self, session: DraftSession, requests: AsyncIterator[pb.DraftRequest], failed: list[OutriderError]
-    ) -> None:
+    async def _receive(self, session: DraftSession, requests: AsyncIterator[pb.DraftRequest]) -> None:
         """Apply commits and steering messages; an invalid one ends the session, since its state is then unknown."""
         try:
             async for request in requests:
@@ -88,7 +85,7 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
                 _apply(session, request)
                 self._loop.wake()
         except OutriderError as error:
-            failed.append(error)
+            self._loop.close(session, error)
         self._loop.close(session)
 
 

@@ -12,7 +12,7 @@ from drafter.hidden_states.earlier_states import StateQueue
 from drafter.interface import DraftRequest
 from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.checks import check_number, check_tokens
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.hidden_states.earlier_states import MAX_EARLIER_POSITIONS
 from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.speculation import MAX_GAMMA, DraftSteering, Guess, SessionOpening, path_to
@@ -56,6 +56,7 @@ class DraftSession:
         self.key = f"{opening.session_id}@{opening.epoch}@{id(self)}"
         self.params = opening.params
         self.closed = False
+        self.error: OutriderError | None = None  # that closed it
         self.send: TakeGuess | None = None  # straight to the verifier in this process, not over the stream
         self._changed = asyncio.Event()  # there may be guesses to send
         self._cache_salt = f"{opening.vocabulary_digest} {opening.cache_salt}"  # texts of other targets stay apart
@@ -122,8 +123,8 @@ class DraftSession:
         while self.send is not None and (message := self.next_message()) is not None:
             self.send(message)
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, error: OutriderError | None = None) -> None:
+        self.closed, self.error = True, error
         self._changed.set()
 
     async def messages(self) -> AsyncIterator[Guess]:

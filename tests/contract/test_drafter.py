@@ -13,8 +13,10 @@ import pytest_asyncio
 import torch
 from transformers import LlamaForCausalLM
 
+from drafter.interface import DraftRequest
+from drafter.methods.ngram import NgramDrafter
 from outrider.base.grpc_options import channel_options
-from outrider.protocol.speculation import WHOLE
+from outrider.protocol.speculation import WHOLE, Guess
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc as rpc
@@ -283,6 +285,24 @@ async def test_bad_commit_ends_the_session(model_drafter: str, position: int, to
         await stream.commit(position, tokens)
         code, _, typed = await failure(stream.call)
     assert (code, typed.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+async def test_a_session_that_cannot_be_drafted_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its coordinator uses the drafter no longer for this session, and goes on to use it for others."""
+    propose = NgramDrafter.propose
+
+    def fail(drafter: NgramDrafter, request: DraftRequest) -> Guess:
+        if 99 in request.tokens:
+            raise IndexError("list index out of range")
+        return propose(drafter, request)
+
+    monkeypatch.setattr(NgramDrafter, "propose", fail)
+    async with drafter_serving(kind="ngram") as address, drafting(address) as bad, drafting(address) as good:
+        await bad.open([1, 2, 3, 99, 1, 2])
+        code, _, typed = await failure(bad.call)
+        assert (code, typed.message) == (grpc.StatusCode.INVALID_ARGUMENT, "drafting for it failed: IndexError")
+        await good.open([1, 2, 3, 9, 1, 2])
+        assert (await good.guess()).tokens[0] == 3
 
 
 async def test_silent_stream_is_ended(model_drafter: str) -> None:

@@ -58,3 +58,15 @@ def test_penalties_and_biases_are_applied_over_all_ids(
     logits, ids = adjust_logits(asked(**params), *drafted, TOKENS, [()])
     assert ids is None
     assert logits.shape == (1, VOCAB)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+@pytest.mark.parametrize("mode", [Verification.COUPLED, Verification.REJECTION, Verification.BLOCK])
+def test_nothing_is_drawn_from_logits_that_are_not_finite(mode: Verification, top_p: float, value: float) -> None:
+    """As after a token whose embedding is NaN: the draft ends there, and its session goes on."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7] = value
+    request = asked(verification=mode, top_p=top_p)
+    assert next_token(request, logits, TOKENS, CANDIDATES) is None
+    assert token_choices(request, logits, [()]) == [[]]
