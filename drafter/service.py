@@ -41,9 +41,8 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
         self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics, beside)
         self._grammars = TargetGrammars(settings)
         about = WorkerInfo("", Role.DRAFTER, "", drafter.info, settings.kind, hidden_states=drafter.needs_hidden_states)
-        super().__init__(
-            settings, self.declare(about, drafter, settings), drafter.vocabulary, self._loop, self._metrics, tracing
-        )
+        about = self.declare(about, drafter, settings)
+        super().__init__(settings, about, drafter.vocabulary, self._loop, self._metrics, tracing)
         keys = self.credentials.own_keys
         self.multiplexed = MultiplexedHandler(self.Draft, pb.DraftRequest.FromString, keys, settings)
 

@@ -48,17 +48,12 @@ def with_prefix(prefix: PromptPrefix, usable: Sequence[WorkerT]) -> WorkerT:
     found = {id(each): each.prefixes.found(prefix) for each in roomy}
     fair = [each for each in roomy if found[id(each)] and _within_share(each, roomy)]
     if fair:
-        most = max(found[id(each)] for each in fair)
-        return least_loaded([each for each in fair if found[id(each)] == most])
-    return min(
-        roomy,
-        key=lambda each: (
-            occupancy(each),
-            each.round_trip_ms // _NEAR_MS,
-            len(each.prefixes),  # new prefixes spread over idle verifiers
-            each.round_trip_ms,
-        ),
-    )
+        return min(fair, key=lambda each: (-found[id(each)], occupancy(each), each.round_trip_ms))
+
+    def rank(each: WorkerT) -> tuple[float, ...]:  # new prefixes spread over idle verifiers
+        return occupancy(each), each.round_trip_ms // _NEAR_MS, len(each.prefixes), each.round_trip_ms
+
+    return min(roomy, key=rank)
 
 
 def has_room(each: PlacedWorker, prefix: PromptPrefix) -> bool:

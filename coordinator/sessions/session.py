@@ -20,7 +20,6 @@ from coordinator.admission.waiting.urgency import urgency
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.persistence.store import fenced
 from coordinator.persistence.write_behind import Entry, WriteBehind
-from coordinator.placement.choice import has_room
 from coordinator.placement.sent_prefixes import PromptPrefix
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.drafting import Drafting, DraftingContext
@@ -166,9 +165,8 @@ class Session:
                             self.drafting.receive(reply)
                             continue
                         self._commit(reply)
-                        other = self._verifiers.available() if connection.info.draining else None
-                        if self.record.finished or (other is not None and has_room(other, self._verifiers.prompt)):
-                            return not self.record.finished  # if not, it leaves for the other one
+                        if self.record.finished or (connection.info.draining and self._verifiers.move(self.record)):
+                            return not self.record.finished
                 if not self.record.finished:
                     raise PeerLost(f"{connection.info.address} ended the stream before the output was complete")
         except Overloaded:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
-from coordinator.placement.choice import least_loaded, occupancy, with_prefix
+from coordinator.persistence.session_record import SessionRecord
+from coordinator.placement.choice import has_room, least_loaded, occupancy, with_prefix
 from coordinator.placement.sent_prefixes import PromptPrefix
 from coordinator.workers.targets.fit import fits
 from coordinator.workers.worker_connection import WorkerConnection
@@ -57,6 +59,15 @@ class VerifierChooser:
     def available(self, prefer: str = "") -> WorkerConnection | None:
         """Return an available verifier that is not excluded."""
         return self._worker_pool.choose(Role.VERIFIER, self._fits, prefer, partial(with_prefix, self.prompt))
+
+    def move(self, record: SessionRecord) -> bool:
+        """Choose a verifier where the session would run at once, and count it there until that one's next report."""
+        if (other := self.available()) is None or not has_room(other, self.prompt):
+            return False
+        load, record.verifier = other.info.load, other.info.worker_id
+        sessions, used = max(other.sessions, load.sessions) + 1, load.kv_tokens_used + self.prompt.num_tokens
+        other.info = replace(other.info, load=replace(load, sessions=sessions, kv_tokens_used=used))
+        return True
 
     def record_failure(self, connection: WorkerConnection, error: OutriderError) -> OutriderError:
         """Record a verifier's failure and return the error that it means for the session."""
@@ -134,9 +145,6 @@ class DrafterChooser:
 
     def _fits(self, connection: WorkerConnection) -> bool:
         """Return whether a drafter may be attached: below its capacity, and never two of one model."""
-        return (
-            self.suits(connection.info)
-            and connection.info.worker_id not in self.excluded
-            and connection.info.model.fingerprint not in self._models
-            and occupancy(connection) < 1.0
-        )
+        info = connection.info
+        taken = info.worker_id in self.excluded or info.model.fingerprint in self._models
+        return not taken and self.suits(info) and occupancy(connection) < 1.0

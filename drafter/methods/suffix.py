@@ -64,17 +64,12 @@ class _SharedText:
                 self.generations = [Automaton(), self.generations[0]]
             self.generations[0].append(self._waiting.popleft())
 
-    @property
-    def size(self) -> int:
-        return sum(automaton.size for automaton in self.generations)
-
 
 @dataclass(frozen=True, slots=True)
 class _Continuation:
-    """Copied tokens with the place of the matched suffix, and the probability that each token is reached."""
+    """Copied tokens, and the probability that each of them is reached."""
 
     automaton: Automaton
-    place: Place
     tokens: tuple[int, ...] = ()
     probabilities: tuple[float, ...] = ()
     weight: float = 1.0
@@ -146,7 +141,7 @@ class SuffixDrafter:
         return best
 
     def _follow(self, automaton: Automaton, place: Place, request: DraftRequest, weight: float) -> _Continuation:
-        place = start = automaton.longest_followed(place)
+        place = automaton.longest_followed(place)
         # Open guesses that match are no evidence: they may have been copied from there.
         length = min(place[1], max(1, place[1] - (len(request.tokens) - request.committed)))
         tokens: list[int] = []
@@ -161,7 +156,7 @@ class SuffixDrafter:
             probabilities.append(probability)
             # Beyond the end of the text, the copy continues with its own tokens: a loop stays a loop.
             place = automaton.longest_followed(automaton.advance(place, token))
-        return _Continuation(automaton, start, tuple(tokens), tuple(probabilities), weight)
+        return _Continuation(automaton, tuple(tokens), tuple(probabilities), weight)
 
     def _max_copied(self, length: int) -> int:
         """Return how many tokens to copy after a match of `length` tokens."""

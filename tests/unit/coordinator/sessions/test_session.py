@@ -14,7 +14,7 @@ from coordinator.admission.waiting.seats import Seat, Seats
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.sessions import session as session_module
 from coordinator.sessions import session_manager
-from coordinator.sessions.session import MAX_FRUITLESS, Session
+from coordinator.sessions.session import _EXTRA_TOKENS, MAX_FRUITLESS, Session
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.choosers import NoVerifier
 from coordinator.workers.fleet_keys import FleetKeys
@@ -166,6 +166,23 @@ async def test_a_session_leaves_a_draining_verifier_for_one_where_it_would_run_a
     await Session(record, TARGET, stage.manager._context).run()
     assert record.tokens == [7, 7, 7]
     assert stage.visited == (["1"] if waiting else ["1", "2"])
+
+
+@pytest.mark.parametrize(("capacity", "leave"), [(64, 2), (6, 1)], ids=["as cache is free", "as seats are free"])
+async def test_no_more_sessions_leave_a_draining_verifier_than_the_other_has_room_for(
+    stage: Stage, capacity: int, leave: int
+) -> None:
+    """Verdicts of one step reach all of them before the other verifier can report the first that came."""
+    first, second = stage.manager.worker_pool.connections()
+    needed = len(REQUEST.prompt) + REQUEST.params.max_tokens + _EXTRA_TOKENS
+    load = WorkerLoad(sessions=5, kv_tokens_used=1000, kv_tokens_total=1000 + 3 * needed - 1)
+    second.info = replace(second.info, capacity=capacity, load=load)
+    for index in range(5):
+        first.info = replace(first.info, draining=False)
+        stage.acts, record = drained_after_a_token(first), SessionRecord(f"s{index}", REQUEST, model="f", verifier="1")
+        await Session(record, TARGET, stage.manager._context).run()
+        assert record.tokens == [7, 7, 7]
+    assert stage.visited.count("2") == leave
 
 
 async def test_a_session_that_leaves_a_draining_verifier_keeps_its_seat(
