@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.speculation import ROOT, Distribution, Guess, SourceTally
@@ -77,8 +78,8 @@ def tallies(nodes: Sequence[Node], depths: Sequence[int], accepted: Sequence[int
 class GuessTree:
     """A tree over `committed`, the session's own list of tokens, which it reads and never writes.
 
-    With `single` (rejection and block) a node has one child, the first to
-    arrive: a choice among drawn tokens by value would bias the text.
+    With `single` (rejection and block) a step checks one chain, of each node's children the first to arrive: a choice
+    among drawn tokens by value would bias the text. What others have drawn waits for the case that the first one fails.
     """
 
     def __init__(self, committed: Sequence[int], *, single: bool, max_nodes: int, max_ahead: int) -> None:
@@ -133,15 +134,13 @@ class GuessTree:
             return None
         node = parent.children.get(guess.tokens[i])
         if node is None:
-            if self._size >= self._max_nodes or (self._single and parent.children):
+            if self._size >= self._max_nodes:
                 return None
             draft_prob = guess.draft_probs[i] if guess.draft_probs else None
             skipped = guess.position < len(self._committed)
             node = Node(guess.tokens[i], position, draft_prob, rank=len(parent.children), skipped=skipped)
             parent.children[node.token] = node
             self._size += 1
-        elif self._single and key not in node.keys:
-            return None  # an equal token from another draw: its children would bias the text
         if len(node.keys) < MAX_NAMES:
             node.keys.append(key)
             self._nodes[key] = node
@@ -182,7 +181,7 @@ class GuessTree:
                 nodes.append(node)
             if chain:
                 reached.clear()
-            for child in node.children.values() if depth < max_depth else ():
+            for child in islice(node.children.values(), 1 if self._single else None) if depth < max_depth else ():
                 seen += 1
                 heapq.heappush(reached, (negated * self.rates[child.rank], seen, child, len(nodes) - 1, depth + 1))
         draft_probs = tuple(node.draft_prob for node in nodes if node.draft_prob is not None)
