@@ -137,7 +137,7 @@ class DraftingLoop:
                 session.commit(verdict.position, verdict.tokens, verdict.hidden_states)
             except InvalidRequest as error:
                 log.error("commit refused, session closed", session=session.id, error=error.message)
-                self.close(session, error)
+                self.close(session)
             if session.wants_more:
                 self._wake.set()
             return True
