@@ -124,7 +124,7 @@ def _llama(model: Any) -> ModelSpec:
     """Return the spec of Llama, Mistral, Qwen 2 and 3, Phi-3 or Gemma: RMS norms, rotation, a gated feed-forward."""
     config, body = model.config, model.model
     gemma = config.model_type.startswith("gemma")
-    local = _is_local(config)
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     rotations = _rotations(body.rotary_emb, config)
     layers = []
     for index, layer in enumerate(body.layers):
@@ -144,19 +144,15 @@ def _llama(model: Any) -> ModelSpec:
                 mlp_out=_rms(layer.post_feedforward_layernorm, gemma) if wrapped else None,
                 query=_rms(queries, gemma) if queries is not None else None,
                 key=_rms(keys, gemma) if keys is not None else None,
-                window=config.sliding_window if local(index) else None,
+                window=window if types is None or types[index] == "sliding_attention" else None,
                 rope=0 if len(rotations) == 1 else ["full_attention", "sliding_attention"].index(attention.layer_type),
             )
         )
 
-    embed = lambda ids, _: body.embed_tokens(ids)  # noqa: E731
-    if config.model_type in ("gemma", "gemma2") and not hasattr(body.embed_tokens, "embed_scale"):
-        scale = torch.tensor(config.hidden_size**0.5, dtype=body.embed_tokens.weight.dtype)
-        embed = lambda ids, _: body.embed_tokens(ids) * scale  # noqa: E731
     head_dim = layers[0].out.weight.shape[1] // config.num_attention_heads
     return ModelSpec(
         layers=tuple(layers),
-        embed=embed,
+        embed=lambda ids, _: body.embed_tokens(ids),
         rotations=rotations,
         final=_rms(body.norm, gemma),
         head=_linear(model.lm_head),
@@ -206,8 +202,7 @@ def _gpt_neox(model: Any) -> ModelSpec:
         for layer in body.layers
     ]
     others = {"rotations": _rotations(body.rotary_emb, config), "parallel": bool(config.use_parallel_residual)}
-    embed = lambda ids, _: body.embed_in(ids)  # noqa: E731
-    return _ungated(model, layers, body.final_layer_norm, config.hidden_act, embed=embed, **others)
+    return _ungated(model, layers, body.final_layer_norm, config.hidden_act, **others)
 
 
 def _phi(model: Any) -> ModelSpec:
@@ -228,8 +223,7 @@ def _phi(model: Any) -> ModelSpec:
         for layer in body.layers
     ]
     others = {"rotations": _rotations(body.rotary_emb, config), "parallel": True}
-    embed = lambda ids, _: body.embed_tokens(ids)  # noqa: E731
-    return _ungated(model, layers, body.final_layernorm, config.hidden_act, embed=embed, **others)
+    return _ungated(model, layers, body.final_layernorm, config.hidden_act, **others)
 
 
 def _ungated(model: Any, layers: Sequence[Layer], final: Any, activation: str, **others: Any) -> ModelSpec:
@@ -244,7 +238,7 @@ def _ungated(model: Any, layers: Sequence[Layer], final: Any, activation: str, *
         head_dim=config.hidden_size // config.num_attention_heads,
         gated=False,
         activation=_activation(activation),
-        **others,
+        **{"embed": lambda ids, _: model.get_input_embeddings()(ids)} | others,
     )
 
 
@@ -316,12 +310,6 @@ def _activation(name: str) -> str:
     if name not in _ACTIVATIONS:
         raise UnsupportedModel(f"activation {name!r}")
     return _ACTIVATIONS[name]
-
-
-def _is_local(config: Any) -> Callable[[int], bool]:
-    """Return a function from a layer's index to whether it attends to a sliding window only."""
-    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    return lambda index: window is not None if types is None else types[index] == "sliding_attention"
 
 
 def _rotations(rotary: Any, config: Any) -> tuple[Callable[[torch.Tensor], Cosines], ...]:

@@ -33,7 +33,7 @@ def reference_logits(model: PreTrainedModel, tokens: Sequence[int], far: int | N
         ids, positions = [*tokens, tokens[0]], torch.tensor([[*range(len(tokens)), far]], device=model.device)
         options |= {"attention_mask": torch.ones_like(positions), "position_ids": positions}
     with _eager(model):
-        logits: torch.Tensor = model(_ids(model, ids), **options).logits[0, : len(tokens)]
+        logits: torch.Tensor = model(torch.tensor([ids], device=model.device), **options).logits[0, : len(tokens)]
     return logits.float()
 
 
@@ -44,7 +44,7 @@ def unsupported_state(model: PreTrainedModel) -> str | None:
     Only keys and values of plain attention can be rolled back with their tokens.
     """
     with _eager(model):
-        output = model(_ids(model, [0] * _PROBE_TOKENS), use_cache=True)
+        output = model(torch.tensor([[0] * _PROBE_TOKENS], device=model.device), use_cache=True)
     others = sorted(set(output.keys()) - _STATELESS)
     if others:
         return f"it answers with {', '.join(others)} besides logits"
@@ -111,7 +111,3 @@ def _eager(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
-
-
-def _ids(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
-    return torch.tensor([list(tokens)], device=model.device)

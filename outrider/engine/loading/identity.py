@@ -72,8 +72,7 @@ def fingerprint(
     model: PreTrainedModel, vocabulary: Vocabulary, samples: Sequence[WeightSample], quantization: str = "none"
 ) -> str:
     """Return a digest of everything that decides the text: architecture, number format, vocabulary, sampled weights."""
-    digest = hashlib.sha256()
-    digest.update(f"{type(model).__name__} {vocabulary.digest}".encode())
+    digest = hashlib.sha256(f"{type(model).__name__} {vocabulary.digest}".encode())
     if quantization != "none":
         digest.update(quantization.encode())
     for sample in samples:
