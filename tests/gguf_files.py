@@ -45,7 +45,7 @@ def write_gguf(
     *,
     fields: Mapping[str, str | int | float] = {},
     vectors: Mapping[str, Sequence[float]] = {},
-    pre: str = "smollm",
+    pre: str = "",
     added: Sequence[str] = (),
 ) -> Path:
     """Write a model with random weights of about the size that a trained model's have. `kind` is asked by tensor.
@@ -54,7 +54,7 @@ def write_gguf(
     text has whole.
     """
     writer = gguf.GGUFWriter(path, architecture)
-    _describe(writer, shape, architecture, pre, added)
+    _describe(writer, shape, architecture, pre or ("qwen2" if architecture == "qwen2" else "smollm"), added)
     for name, value in fields.items():
         writer.add_key_value(f"{architecture}.{name}", value, gguf.GGUFValueType.get_type(value))
     random = np.random.default_rng(seed)
@@ -85,16 +85,17 @@ def write_model(
     fields: Mapping[str, str | int | float],
     vectors: Mapping[str, Sequence[float]] = {},
 ) -> Path:
-    """Write a model of transformers in float32, for an architecture that stores its weights as they are."""
+    """Write a model of transformers in float32, for an architecture that keeps the order of its weights."""
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     shape = Shape(config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads)
+    shape = replace(shape, head_dim=config.hidden_size // config.num_attention_heads)
     _describe(writer, replace(shape, kv_heads=config.num_key_value_heads, vocab=config.vocab_size), "", "gpt-2")
     for name, value in fields.items():  # some in place of those of `_describe`
         writer.kv_data[0].pop(f"{architecture}.{name}", None)
         writer.add_key_value(f"{architecture}.{name}", value, gguf.GGUFValueType.get_type(value))
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    for name, weight in model.state_dict().items():
+    for name, weight in _as_stored(model):
         writer.add_tensor(str(names.get_name(name, try_suffixes=(".weight", ".bias"))), weight.numpy().copy())
     for name, values in vectors.items():
         writer.add_tensor(name, np.array(values, "f4"))
@@ -103,6 +104,23 @@ def write_model(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _as_stored(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield weights as llama.cpp's converter has them: norms from 0, the gates of experts apart, a shared gate flat."""
+    from_one = model.config.model_type in ("gemma2", "nemotron")
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
+                yield name.replace("gate_up_proj", f"{part}_proj.weight"), half
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", weight
+        elif name.endswith("shared_expert_gate.weight"):
+            yield name, weight[0]
+        else:
+            yield name, weight + 1 if from_one and name.endswith("norm.weight") else weight
 
 
 def random_blocks(random: np.random.Generator, kind: str, outputs: int, inputs: int) -> np.ndarray:

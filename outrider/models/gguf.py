@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
@@ -33,6 +33,11 @@ from outrider.protocol.errors import StartupError
 
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _IN_PLACE = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "BF16")]
+# What transformers does not read for all architectures: a field, and its place in a configuration.
+_SIZES = {"expert_feed_forward_length": "moe_intermediate_size", "attention.layer_norm_epsilon": "norm_eps"}
+_SIZES |= {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_SIZES |= {"attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping"}
+_SIZES |= {"final_logit_softcapping": "final_logit_softcapping"}
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's formats without blocks
 _LAYER = re.compile(r"([^.]+\.)*?\d+(?=\.)")  # of a weight's name, up to its number
 # Saved by earlier releases of transformers, and scales of a quantised KV cache: they change no logits.
@@ -42,16 +47,18 @@ _BUFFER = re.compile(
 _LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"}  # in safetensors
 _ARCHITECTURES = {"llama", "qwen2", "qwen3", "gemma2", "gemma3"}  # their weights are found without transformers
 _TURN_ENDS = {"llama": ("<|eot_id|>", "<|eom_id|>"), "phi3": ("<|end|>",), "gemma2": ("<end_of_turn>",)}
-# Kinds of `tokenizer.ggml.pre` that transformers does not know: those with digits apart, and those that split as GPT-2.
-_DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-_LIKE_GPT2 = {"default", "gpt-2", "phi-2", "olmo", "mpt", "trillion", "mellum", "gigachat", "a.x-4.0", "exaone4"}
-_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken"}  # whatever the merges
-# The splits of Llama 3 and of Qwen 2, which the releases of transformers know from 5.18 on: digits in threes, or apart.
-_SPLITS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_NUMBERS = dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "midm-2.0"), "{1,3}")
-_NUMBERS |= dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), "")
+# By kind of `tokenizer.ggml.pre`: what cuts a text into words, one rule after the other, as llama.cpp has them.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+%s|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LIKE_GPT2 = ("default", "gpt-2", "phi-2", "olmo", "mpt", "trillion", "mellum", "gigachat", "a.x-4.0", "exaone4")
+_LIKE_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2", "pixtral", "midm-2.0")
+_RULES: dict[str, tuple[str, ...]] = dict.fromkeys(_LIKE_GPT2, (_GPT2,))
+_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+_RULES |= dict.fromkeys(_DIGITS_APART, (r"\p{N}", _GPT2))
+_RULES |= dict.fromkeys(_LIKE_LLAMA3, (_LLAMA3 % ("{1,3}", r"[\r\n]*"),)) | {"seed-coder": (_LLAMA3 % ("", ""),)}
+_RULES |= dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), (_LLAMA3 % ("", r"[\r\n]*"),))
+_RULES["deepseek-coder"] = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\x{800}-\x{9FA5}\x{AC00}-\x{D7FF}]+", r"\p{N}")
+_WHOLE_WORDS = {*_LIKE_LLAMA3, "tekken"}  # whatever the merges
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +114,12 @@ def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
         config = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF)
         tokenizer = _tokenizer_of(folder, reader)
     tokenizer.save_pretrained(folder)
+    architecture = reader.fields["general.architecture"].contents()
+    for name, attribute in _SIZES.items():
+        if hasattr(config, attribute) and (field := reader.fields.get(f"{architecture}.{name}")) is not None:
+            setattr(config, attribute, field.contents() or None)
     add_positions(config, reader)
     model = empty_model(config)
-    architecture = reader.fields["general.architecture"].contents()
     if architecture in {*_ARCHITECTURES, "phi3", "starcoder2", "stablelm", "nemotron"}:
         _check_tensors({it.name for it in reader.tensors}, architecture, model)
     ends = [reader.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
@@ -126,21 +136,37 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
     """Return the tokenizer of a GGUF file: transformers reads a part of it."""
     found: Any = AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF)
     fields = {name.removeprefix("tokenizer.ggml."): field for name, field in reader.fields.items()}
+    architecture, made = fields["general.architecture"].contents(), found.backend_tokenizer
+    in_bytes, add_bos = fields["model"].contents() == "gpt2", found.add_bos_token
+    kind = fields["pre"].contents() if "pre" in fields else "qwen2" if architecture == "qwen2" else "default"
+    is_qwen = in_bytes and _RULES.get(kind) == _RULES["qwen2"]
+    if architecture == "qwen2" and not is_qwen:  # transformers gives it these splits whenever it is loaded
+        raise StartupError.of("tokenizer.ggml.pre", kind, "qwen2 in a model of this architecture")
+    spaced = "add_space_prefix" not in fields or fields["add_space_prefix"].contents()
+    if in_bytes:
+        made = _byte_level(found, fields, kind)
+        made.normalizer = normalizers.NFC() if is_qwen and architecture.startswith("qwen") else None
+        add_bos = add_bos if "add_bos_token" in fields else kind in _WHOLE_WORDS  # as llama.cpp does
+    elif isinstance(made.pre_tokenizer, pre_tokenizers.Metaspace) and not spaced:
+        made.pre_tokenizer.prepend_scheme = "never"
+        bytes_too = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        made.decoder = decoders.Sequence(bytes_too)  # without a strip of that space
+    if made.get_vocab_size() > (count := len(fields["tokens"].data)):  # with <s> or others of transformers' class
+        parts = json.loads(made.to_str())
+        parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < count]
+        made = Tokenizer.from_str(json.dumps(parts))
+    names = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "add_eos_token")
+    kept = {name: getattr(found, name) for name in names} | {"tokenizer_object": made, "add_bos_token": add_bos}
+    return transformers.PreTrainedTokenizerFast(**kept)  # others split in their own way whenever they are loaded
+
+
+def _byte_level(found: Any, fields: Mapping[str, Any], kind: str) -> Tokenizer:
+    """Return a tokenizer with the file's tokens as it spells them, and with the splits of its kind."""
     splits, tokens = found.backend_tokenizer.pre_tokenizer, fields["tokens"].contents()
-    if fields["model"].contents() != "gpt2":
-        spaced = "add_space_prefix" not in fields or fields["add_space_prefix"].contents()
-        if isinstance(splits, pre_tokenizers.Metaspace) and not spaced:
-            splits.prepend_scheme = "never"
-            bytes_too = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-            found.backend_tokenizer.decoder = decoders.Sequence(bytes_too)  # without a strip of that space
-        return found
-    kind = fields["pre"].contents() if "pre" in fields else "default"
-    if kind in _DIGITS_APART:
-        splits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), splits])
-    elif isinstance(splits, pre_tokenizers.ByteLevel) and kind in _NUMBERS:
-        apart = pre_tokenizers.Split(Regex(_SPLITS % _NUMBERS[kind]), "isolated")
-        splits = pre_tokenizers.Sequence([apart, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    elif isinstance(splits, pre_tokenizers.ByteLevel) and kind not in _LIKE_GPT2:
+    if kind in _RULES:
+        apart = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in _RULES[kind]]
+        splits = pre_tokenizers.Sequence([*apart, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    elif isinstance(splits, pre_tokenizers.ByteLevel):
         raise StartupError.of("tokenizer.ggml.pre", kind, "one that is known: load the model's safetensors instead")
     types = fields["token_type"].contents() if "token_type" in fields else [0] * len(tokens)
     # A token with letters beyond those of bytes is spelled anew there and can replace another. Added ones (3, 4) stay.
@@ -151,11 +177,7 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
     made.pre_tokenizer, made.decoder = splits, decoders.ByteLevel()
     for add, added in ((made.add_special_tokens, 3), (made.add_tokens, 4)):  # control tokens, and those of users
         add([AddedToken(token, normalized=False) for token, each in zip(tokens, types, strict=True) if each == added])
-    names = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "add_eos_token")
-    add_bos = found.add_bos_token if "add_bos_token" in fields else kind in _WHOLE_WORDS  # as llama.cpp does
-    kept = {name: getattr(found, name) for name in names} | {"tokenizer_object": made, "add_bos_token": add_bos}
-    is_gpt2 = isinstance(found, transformers.GPT2Tokenizer)  # it splits in its own way whenever it is loaded
-    return transformers.PreTrainedTokenizerFast(**kept) if is_gpt2 else type(found)(**kept)
+    return made
 
 
 class _FastReader(gguf.GGUFReader):

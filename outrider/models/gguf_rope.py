@@ -8,16 +8,16 @@ from outrider.protocol.errors import StartupError
 
 
 def add_positions(config: Any, reader: Any) -> None:
-    """Complete a configuration by what a file says of positions: their rotation, its scaling, a sliding window."""
-    fields = {name.partition(".")[2]: field for name, field in reader.fields.items()}
+    """Complete a configuration by what a file says of positions: their rotation and its scaling."""
+    fields = {name.partition(".rope.")[2]: it.contents() for name, it in reader.fields.items() if ".rope." in name}
     usual = (rope := getattr(config, "rope_parameters", None) or {}).get("full_attention") or rope
-    if "rope.freq_base" in fields:  # transformers leaves it out for Starcoder 2 and StableLM
-        usual["rope_theta"] = fields["rope.freq_base"].contents()
-    if "attention.sliding_window" in fields and not hasattr(config, "layer_types"):  # Phi-3's
-        config.sliding_window = fields["attention.sliding_window"].contents() or None
+    usual["rope_theta"] = fields.get("freq_base", usual.get("rope_theta"))  # not all are read by transformers
+    if "partial_rotary_factor" in usual and "dimension_count" in fields:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        usual["partial_rotary_factor"] = fields["dimension_count"] / head_dim
     if (config.model_type, config.num_hidden_layers) in {("gemma2", 46), ("gemma3_text", 62)}:  # 27B: not in files
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
-    scaling = {name[5:]: field.contents() for name, field in fields.items() if name.startswith("rope.scal")}
+    scaling = {name: value for name, value in fields.items() if name.startswith("scal")}
     factors = {it.name: it.data.tolist() for it in reader.tensors if it.name.startswith(("rope_f", "blk.0.rope_f"))}
     usual.update(rope_of(scaling, factors, config.max_position_embeddings))
 

@@ -96,15 +96,9 @@ def locate_safetensors(name: str, progress: Progress) -> Path | str:
                 progress(f"converting {found.name} to safetensors (once)")
                 _gguf().convert_gguf(found, Path(scratch) / "model")
                 (Path(scratch) / "model").rename(target)
+                for earlier in ("", *(f"-{version}" for version in range(2, INDEX_VERSION))):
+                    shutil.rmtree(home() / "models" / f"safetensors-{digest}{earlier}", ignore_errors=True)
     return target
-
-
-def gguf_of(name: str, progress: Progress) -> Path:
-    """Return a target's GGUF file."""
-    found = locate(name, progress)
-    if not isinstance(found, Path) or not (found / GGUF).exists():
-        raise StartupError(f"{name} has no GGUF file", field="target", value=name, limit="a .gguf file")
-    return (found / GGUF).resolve()
 
 
 def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress) -> Path:

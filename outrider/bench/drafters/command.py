@@ -25,9 +25,10 @@ from outrider.bench.drafters.schedule import DraftersExtent, Schedule, bench_req
 from outrider.bench.drafters.setups import PLAIN_SETUP, DrafterSetup
 from outrider.launch.options import Dtype, Engine, Target, Threads, check_engine
 from outrider.launch.stack import LaunchPlan, Stack, on_one_cpu
+from outrider.models import GGUF
 from outrider.models.drafter_choice import best_drafter, drafter_kinds
-from outrider.models.hub import DEFAULT, gguf_of, locate_safetensors
-from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.models.hub import DEFAULT, locate, locate_safetensors
+from outrider.protocol.errors import InvalidRequest, OutriderError, StartupError
 from outrider.protocol.speculation import MAX_GAMMA
 
 _BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"  # it ends with this process at the latest
@@ -103,7 +104,7 @@ def drafters(
     plan = LaunchPlan(target, together=together, device=device, dtype=dtype, threads=threads, engine=engine)
     end_on_signals()
     with turn_progress() as turns:
-        gguf = None if llama_python is None else gguf_of(target, turns.set_text)
+        gguf = None if llama_python is None else _gguf_of(target, turns.set_text)
 
         def others(weights: Weights) -> list[PeerRecipe]:
             recipes = [peers.transformers_recipe(weights, early_exit)]
@@ -112,6 +113,14 @@ def drafters(
 
         comparison, where = _measure(plan, chosen, texts, extent, others, busy, turns)
     _report(comparison, chosen, where | {"busy_processes": busy}, json_file, plot_file)
+
+
+def _gguf_of(name: str, progress: Callable[[str], None]) -> Path:
+    """Return a target's GGUF file."""
+    found = locate(name, progress)
+    if not isinstance(found, Path) or not (found / GGUF).exists():
+        raise StartupError(f"{name} has no GGUF file", field="target", value=name, limit="a .gguf file")
+    return (found / GGUF).resolve()
 
 
 def _shipped_drafters(target: str) -> str:

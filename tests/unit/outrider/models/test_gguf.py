@@ -337,18 +337,27 @@ def written(model_type: str, path: Path, stated: dict[str, Any], vectors: Any = 
     sizes = {"vocab_size": 288, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 287)
-    config = AutoConfig.for_model(model_type, **sizes, **heads, **ends, tie_word_embeddings=False, **chosen)
+    config = AutoConfig.for_model(model_type, **sizes, **heads, **ends, **{"tie_word_embeddings": False} | chosen)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
     named = {"attention.layer_norm_rms_epsilon": 1e-5, "attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 16}
-    gguf_files.write_model(path, model, model_type, named | stated, vectors or {})
+    gguf_files.write_model(path, model, model_type.replace("_moe", "moe"), named | stated, vectors or {})
     return model
 
 
 ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}}
+
+
+def rotated_in_part(share: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": share}}
+
+
+CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}
+STATED_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 40}
 
 
 @pytest.mark.parametrize(
@@ -359,13 +368,34 @@ ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "parti
         ("phi3", {"attention.sliding_window": 20}, {"sliding_window": 20, "rms_norm_eps": 1e-5}),
         ("phi3", {"attention.sliding_window": 0}, {"rms_norm_eps": 1e-5}),
         ("phi3", {}, {"rms_norm_eps": 1e-5}),
+        ("stablelm", {"rope.dimension_count": 8}, rotated_in_part(0.5) | {"layer_norm_eps": 1e-5}),
+        ("phi3", {"rope.dimension_count": 12}, rotated_in_part(0.75) | {"rms_norm_eps": 1e-5}),
+        (
+            "nemotron",
+            {"rope.dimension_count": 4, "attention.layer_norm_epsilon": 1e-2},
+            rotated_in_part(0.25) | {"norm_eps": 1e-2},
+        ),
+        (
+            "gemma2",
+            {"attention.sliding_window": 20} | CAPS,
+            {"sliding_window": 20, "head_dim": 16, "rms_norm_eps": 1e-5, "tie_word_embeddings": True} | CAPS,
+        ),
+        ("qwen3_moe", STATED_EXPERTS, EXPERTS | {"moe_intermediate_size": 40, "head_dim": 16, "norm_topk_prob": True}),
+        (
+            "qwen2_moe",
+            STATED_EXPERTS | {"expert_shared_feed_forward_length": 56},
+            EXPERTS | {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 56},
+        ),
     ],
-    ids=["starcoder2", "stablelm", "phi3", "phi3 as of Phi-4", "phi3 without a word of a window"],
+    ids=[
+        *("starcoder2", "stablelm", "phi3", "phi3 as of Phi-4", "phi3 without a word of a window", "half of each head"),
+        *("three quarters of it", "nemotron", "caps of gemma2", "qwen3_moe", "qwen2_moe"),
+    ],
 )
-def test_positions_are_those_of_the_model(
+def test_positions_and_sizes_are_those_of_the_model(
     model_type: str, stated: dict[str, Any], chosen: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Transformers reads neither base nor window of these: StarCoder2-3B has 999,999, Phi-3-mini-4k 2,047."""
+    """Transformers reads neither base, window nor share of these: StarCoder2-3B has 999,999, Phi-3-mini-4k 2,047."""
     model = written(model_type, tmp_path / "model.gguf", stated, **chosen)
     folder = locate_safetensors(str(tmp_path / "model.gguf"), print)
     found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -433,6 +463,9 @@ def test_an_added_token_of_spaces_does_not_replace_the_one_that_is_merged(
         ("smollm", ["a", "ĊĊ", "1", "2", ".", "Ġb"]),
         ("gpt-2", ["a", "Ċ", "Ċ", "12", ".", "Ġb"]),
         ("mpt", ["a", "Ċ", "Ċ", "12", ".", "Ġb"]),
+        ("deepseek-coder", ["a", "Ċ", "Ċ", "1", "2", ".", "Ġb"]),
+        ("seed-coder", ["a", "ĊĊ", "1", "2", ".", "Ġb"]),
+        ("lfm2", ["a", "ĊĊ", "12", ".", "Ġb"]),
     ],
 )
 def test_digits_are_apart_where_the_merges_were_learned_so(
@@ -441,6 +474,39 @@ def test_digits_are_apart_where_the_merges_were_learned_so(
     for tokenizer in tokenizers_of(scaled_file(tmp_path, architecture, pre=pre), tmp_path):
         found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a\n\n12. b")
         assert [piece for piece, _ in found] == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("deepseek-coder", "x=y  +  3.14", ["x", "=", "y", "  +  ", "3", ".", "1", "4"]),
+        ("deepseek-coder", "if (ab):\r\n\tc", ["if", " (", "ab", "):", "\r", "\n", "\tc"]),
+        ("deepseek-coder", "say 여기가 ab中文字", ["say", " ", "여기가", " ab", "中文字"]),
+        ("seed-coder", "f(x);\n\n12 é's", ["f", "(x", ");", "\n\n", "1", "2", " é", "'s"]),
+    ],
+)
+def test_the_rules_of_coders_cut_one_after_the_other(pre: str, text: str, pieces: list[str], tmp_path: Path) -> None:
+    for tokenizer in tokenizers_of(scaled_file(tmp_path, pre=pre), tmp_path):
+        found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        assert [text[start:end] for _, (start, end) in found] == pieces
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "smollm", "a.x-4.0", "qwen2"])
+def test_words_are_cut_as_the_file_says_whatever_the_architecture(pre: str, tmp_path: Path) -> None:
+    """Transformers cut those of all Qwens alike when it loaded them, of A.X 4.0 too."""
+    wanted = tokenizers_of(scaled_file(tmp_path, pre=pre), tmp_path)[0].backend_tokenizer.pre_tokenizer
+    path, text = tmp_path / "qwen.gguf", "It's 12345 o'CLOCK,\n\n  u\u0308ber/x"
+    write_gguf(path, replace(SMALL, head_dim=128), lambda _: "Q8_0", "qwen3", pre=pre)
+    for tokenizer in tokenizers_of(path, tmp_path):
+        splits = tokenizer.backend_tokenizer.pre_tokenizer
+        assert splits.pre_tokenize_str(text) == wanted.pre_tokenize_str(text)
+        composed = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+        assert ("\u0308" in composed) == (pre != "qwen2")
+    if pre == "qwen2":
+        assert Path(locate(str(scaled_file(tmp_path, "qwen2", pre=pre)), print)).is_dir()
+    else:  # there transformers does so whatever the files say
+        with pytest.raises(StartupError, match=rf"tokenizer\.ggml\.pre is {pre}, must be qwen2"):
+            locate(str(scaled_file(tmp_path, "qwen2", pre=pre)), print)
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "stablelm2"])
@@ -466,7 +532,7 @@ def test_texts_split_alike_where_transformers_knows_no_kinds(
         assert ("1" in dict(splits)) == (pre != "llama-bpe")
 
 
-@pytest.mark.parametrize(("pre", "whole", "begins"), [("llama-bpe", 1, 1), ("qwen2", 2, 0)])
+@pytest.mark.parametrize(("pre", "whole", "begins"), [("llama-bpe", 1, 1), ("falcon-h1", 1, 1), ("qwen2", 2, 0)])
 def test_a_word_that_is_a_token_needs_no_merge_in_llama3(
     pre: str, whole: int, begins: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,6 +570,7 @@ def test_a_space_is_put_first_unless_the_file_says_no(
     for tokenizer in tokenizers_of(scaled_file(tmp_path), tmp_path):
         assert tokenizer.encode("ab", add_special_tokens=False) == ids
         assert tokenizer.decode([4, 1]) == ("ab" if stated is not False else " ab")
+        assert max(tokenizer.get_vocab().values()) < SMALL.vocab, "without <s> and </s>, which this file has not"
 
 
 def test_words_that_are_not_known_are_refused_by_name(tmp_path: Path) -> None:
@@ -524,7 +591,7 @@ def test_what_an_earlier_version_converted_is_made_anew(tmp_path: Path, monkeypa
     monkeypatch.undo()
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
     assert locate_safetensors(path, print) not in (earlier, path)
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 1, "the earlier one is gone"
 
 
 def without(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -595,7 +662,7 @@ def test_a_turn_ends_a_text_even_if_the_file_does_not_name_its_end(
 ) -> None:
     """Those of Llama 3.1 name no <|eom_id|>, the first ones of Phi-3 and Gemma 2 no end of a turn: chats went on."""
     monkeypatch.setattr(gguf_files, "EOS", "<|endoftext|>")
-    path = write_gguf(tmp_path / "ends.gguf", SMALL, lambda _: "F16", architecture, pre="gpt-2", added=ends)
+    path = write_gguf(tmp_path / "ends.gguf", SMALL, lambda _: "F16", architecture, pre="qwen2", added=ends)
     config = GenerationConfig.from_pretrained(locate(str(path), print))
     assert config.eos_token_id == list(range(SMALL.vocab - 1 - len(ends), SMALL.vocab))
 
