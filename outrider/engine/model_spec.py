@@ -321,8 +321,7 @@ def _rotations(rotary: Any, config: Any) -> tuple[Callable[[torch.Tensor], Cosin
         return cos[0], sin[0]
 
     types = sorted(set(config.layer_types)) if config.model_type == "gemma3_text" else []
-    kinds: list[dict[str, str]] = [{"layer_type": kind} for kind in types] or [{}]
-    rotations = tuple(partial(rotate, kind) for kind in kinds)
+    rotations = tuple(partial(rotate, {"layer_type": kind}) for kind in types) or (partial(rotate, {}),)
     last = int(config.max_position_embeddings) - 1
     for each in rotations:
         if not torch.equal(each(torch.tensor([1]))[0][0], each(torch.tensor([1, last]))[0][0]):

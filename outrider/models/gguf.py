@@ -29,6 +29,7 @@ from transformers.utils import cached_file
 
 from outrider.models import GGUF, INDEX, INDEX_VERSION
 from outrider.models.gguf_rope import add_positions
+from outrider.models.tokenizer import save_tokenizer
 from outrider.protocol.errors import StartupError
 
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
@@ -113,7 +114,7 @@ def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
     with _read_once(source) as reader:
         config = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF)
         tokenizer = _tokenizer_of(folder, reader)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     architecture = reader.fields["general.architecture"].contents()
     for name, attribute in _SIZES.items():
         if hasattr(config, attribute) and (field := reader.fields.get(f"{architecture}.{name}")) is not None:
@@ -148,15 +149,16 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
         made.normalizer = normalizers.NFC() if is_qwen and architecture.startswith("qwen") else None
         add_bos = add_bos if "add_bos_token" in fields else kind in _WHOLE_WORDS  # as llama.cpp does
     elif isinstance(made.pre_tokenizer, pre_tokenizers.Metaspace) and not spaced:
-        made.pre_tokenizer.prepend_scheme = "never"
-        bytes_too = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        made.decoder = decoders.Sequence(bytes_too)  # without a strip of that space
+        made.pre_tokenizer.prepend_scheme = "never"  # and the decoder strips no space
+        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     if made.get_vocab_size() > (count := len(fields["tokens"].data)):  # with <s> or others of transformers' class
         parts = json.loads(made.to_str())
         parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < count]
         made = Tokenizer.from_str(json.dumps(parts))
-    names = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "add_eos_token")
+    names = ("bos_token", "eos_token", "unk_token", "pad_token", "add_eos_token")
     kept = {name: getattr(found, name) for name in names} | {"tokenizer_object": made, "add_bos_token": add_bos}
+    named = {name[24:]: it.contents() for name, it in fields.items() if name.startswith("tokenizer.chat_template.")}
+    kept["chat_template"] = {"default": found.chat_template, **named} if named else found.chat_template
     return transformers.PreTrainedTokenizerFast(**kept)  # others split in their own way whenever they are loaded
 
 

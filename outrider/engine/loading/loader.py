@@ -72,9 +72,8 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         config = _first_layers(path, options.layers)
         in_place = dtype == torch.float32 or (dtype == torch.bfloat16 and options.quantization == "none")
-        native = options.engine in ("auto", "native") and device.type == "cpu" and in_place
-        whole = native and change is None and rank_group is None
-        model = load_in_place(path, dequantize, config, dtype) if whole else None
+        native = options.engine in ("auto", "native") and device.type == "cpu" and not (change or rank_group)
+        model = load_in_place(path, dequantize, config, dtype) if native and in_place else None
         if model is None:
             model, found = AutoModelForCausalLM.from_pretrained(
                 locate_safetensors(name, progress),

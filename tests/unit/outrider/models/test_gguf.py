@@ -573,6 +573,22 @@ def test_a_space_is_put_first_unless_the_file_says_no(
         assert max(tokenizer.get_vocab().values()) < SMALL.vocab, "without <s> and </s>, which this file has not"
 
 
+def test_chat_templates_with_names_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hermes has one for tools. Read again after a change, too: transformers saves such templates in a folder."""
+    describe, wanted = gguf.GGUFWriter.add_eos_token_id, {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+
+    def with_templates(writer: gguf.GGUFWriter, number: int) -> None:
+        describe(writer, number)
+        writer.add_chat_template([{"name": name, "template": text} for name, text in wanted.items()])
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_eos_token_id", with_templates)
+    path = write_gguf(tmp_path / "templates.gguf", SMALL, lambda _: "Q8_0")
+    for tokenizer in tokenizers_of(path, tmp_path):
+        assert tokenizer.chat_template == wanted
+    (Path(locate(str(path), print)) / INDEX).unlink()
+    assert load_tokenizer(Path(locate_safetensors(str(path), print))).chat_template == wanted
+
+
 def test_words_that_are_not_known_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"tokenizer\.ggml\.pre is viking"):
         locate(str(scaled_file(tmp_path, pre="viking")), print)
