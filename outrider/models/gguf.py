@@ -97,9 +97,8 @@ Dequantize = Callable[[QuantizedRows, torch.Tensor | None], torch.Tensor]
 
 def convert_gguf(folder: Path, into: Path) -> None:
     """Dequantise the GGUF file of a folder, and save it as safetensors with its tokenizer."""
-    config = AutoConfig.from_pretrained(folder)
-    loading = {"config": config, "gguf_file": GGUF, "dtype": torch.float32, "output_loading_info": True}
-    model, found = AutoModelForCausalLM.from_pretrained(str(folder), **loading)
+    loading = {"config": AutoConfig.from_pretrained(folder), "gguf_file": GGUF, "dtype": torch.float32}
+    model, found = AutoModelForCausalLM.from_pretrained(str(folder), **loading, output_loading_info=True)
     check_complete(folder.name, model, found)
     if hasattr(model, "hf_quantizer"):  # transformers refuses to save a model that was loaded as quantised
         del model.hf_quantizer, model.config.quantization_config

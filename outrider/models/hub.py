@@ -124,6 +124,7 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
                 message = f"{source.name} cannot be read as a GGUF file: {error}"
                 raise StartupError(message, field="target", value=str(source), limit="a whole GGUF file") from error
             folder.mkdir(exist_ok=True)
+            (folder / "chat_template.jinja").unlink(missing_ok=True)  # this file may have none
             for path in Path(scratch).iterdir():
                 if path.resolve() != places[0] / path.name:  # not a link to the file in this folder
                     path.replace(folder / path.name)

@@ -573,20 +573,40 @@ def test_a_space_is_put_first_unless_the_file_says_no(
         assert max(tokenizer.get_vocab().values()) < SMALL.vocab, "without <s> and </s>, which this file has not"
 
 
-def test_chat_templates_with_names_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hermes has one for tools. Read again after a change, too: transformers saves such templates in a folder."""
-    describe, wanted = gguf.GGUFWriter.add_eos_token_id, {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+def with_template(path: Path, template: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    describe = gguf.GGUFWriter.add_eos_token_id
 
     def with_templates(writer: gguf.GGUFWriter, number: int) -> None:
         describe(writer, number)
-        writer.add_chat_template([{"name": name, "template": text} for name, text in wanted.items()])
+        if template is not None:
+            writer.add_chat_template(template)
 
-    monkeypatch.setattr(gguf.GGUFWriter, "add_eos_token_id", with_templates)
-    path = write_gguf(tmp_path / "templates.gguf", SMALL, lambda _: "Q8_0")
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "add_eos_token_id", with_templates)
+        return write_gguf(path, SMALL, lambda _: "Q8_0")
+
+
+def test_chat_templates_with_names_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hermes has one for tools."""
+    wanted = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    named = [{"name": name, "template": text} for name, text in wanted.items()]
+    path = with_template(tmp_path / "templates.gguf", named, monkeypatch)
     for tokenizer in tokenizers_of(path, tmp_path):
         assert tokenizer.chat_template == wanted
-    (Path(locate(str(path), print)) / INDEX).unlink()
     assert load_tokenizer(Path(locate_safetensors(str(path), print))).chat_template == wanted
+
+
+def test_a_chat_template_goes_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexed again in its folder, a file without a template had that of the file which it replaced."""
+    path = with_template(tmp_path / "model.gguf", "{{ messages }}", monkeypatch)
+    folder = locate(str(path), print)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == "{{ messages }}"
+    other, times = with_template(tmp_path / "other.gguf", None, monkeypatch), path.stat()
+    content = other.read_bytes()
+    path.write_bytes(content + b"\0" * (times.st_size - len(content)))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert locate(str(path), print) == folder
+    assert AutoTokenizer.from_pretrained(folder).chat_template is None
 
 
 def test_words_that_are_not_known_are_refused_by_name(tmp_path: Path) -> None:
