@@ -42,7 +42,7 @@ class RedisConnection:
                 socket_connect_timeout=TIMEOUT_S,
                 health_check_interval=0,
                 retry=Retry(NoBackoff(), 1),
-                retry_on_error=[redis.ConnectionError],
+                retry_on_error=[redis.ConnectionError, redis.ReadOnlyError],  # a former primary answers so
             )
             pool.make_connection()  # type: ignore[no-untyped-call,unused-ignore]
         except (ValueError, TypeError, redis.RedisError):  # whose texts hold parts of a password

@@ -56,6 +56,29 @@ async def test_a_call_under_way_at_the_end_leaves_no_connection() -> None:
     server.close()
 
 
+async def test_a_primary_that_became_a_replica_is_left_for_the_one_behind_its_address() -> None:
+    """It keeps the connections that it has, and refuses every write on them."""
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        former = connections == 1
+        while data := await reader.read(1024):
+            refused = former and b"\r\nSET\r\n" in data
+            writer.write(b"-READONLY a replica\r\n" if refused else b"+OK\r\n" * len(re.findall(rb"(?m)^\*\d", data)))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0?protocol=2"
+    connection = RedisConnection(url, lambda _record, _reason: None)
+    async with connection.calling():
+        assert await connection.client.set("name", "value")
+    assert connections == 2
+    await connection.close()
+    server.close()
+
+
 async def test_an_unreachable_redis_is_logged_once_also_at_the_start() -> None:
     connection = RedisConnection("redis://127.0.0.1:1/0", lambda _record, _reason: None)
     with capture_logs() as lines:
