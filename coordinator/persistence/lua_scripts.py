@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from outrider.protocol.speculation import FinishReason
 
-NONE, STOP, LENGTH = int(FinishReason.NONE), int(FinishReason.STOP), int(FinishReason.LENGTH)
+NONE, STOP, LENGTH, CANCELLED = map(int, FinishReason)
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
 MAX_TOKENS_BYTES = 16 * 1024 * 1024
 MAX_LOGPROBS_BYTES = 256 * 1024 * 1024
@@ -50,7 +50,9 @@ if (held == nil and not absent(KEYS[1])) or not text_or_none(KEYS[2]) or not tex
   held = nil
 end
 local epoch = tonumber(ARGV[1])
-if held and (held > epoch or held == epoch and redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2]) then return 'FENCED' end
+if held and (held > epoch or held == epoch and redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2]) then
+  return redis.call('HGET', KEYS[1], 'finish') == '{CANCELLED}' and 'CANCELLED' or 'FENCED'
+end
 if (held == nil or held < epoch) and ARGV[3] == '' then return 'MISSING' end
 if held ~= epoch then redis.call('DEL', KEYS[1], KEYS[2], KEYS[3]) end  -- of an evicted record, or an older state
 if ARGV[3] ~= '' then

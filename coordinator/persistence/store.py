@@ -20,7 +20,6 @@ from coordinator.persistence.redis_connection import RedisConnection
 from coordinator.persistence.session_record import SessionRecord, logprobs_size, pack, pack_logprobs
 from coordinator.persistence.stored_records import Unreadable
 from outrider.protocol import convert
-from outrider.protocol.errors import Fenced
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.speculation import FinishReason
 from outrider.security.api_keys import ApiKeys
@@ -61,7 +60,7 @@ class Store:
     # Sessions.
 
     async def write(self, record: SessionRecord, start: int, end: int, *, whole: bool) -> str:
-        """Write tokens [start, end), finish reason and, if `whole`, request; return OK, FENCED, MISSING or GAP."""
+        """Write tokens [start, end), finish reason and, if `whole`, request; return OK or why not, see WRITE."""
         top = record.request.params.logprobs
         known = [] if top is None else record.logprobs[start:end]
         async with self.connection.calling():
@@ -171,10 +170,6 @@ class Store:
     async def put_pair(self, target: str, drafter: str, history: PairHistory) -> None:
         async with self.connection.calling():
             await self._redis.set(_pair_key(target, drafter), json.dumps(asdict(history)), ex=_PAIR_TTL_S)
-
-
-def fenced(session_id: str) -> Fenced:
-    return Fenced(f"session {session_id} is owned by another coordinator now", field="session_id", value=session_id)
 
 
 def _pair_key(target: str, drafter: str) -> str:

@@ -30,9 +30,9 @@ FIRST_WRITE_DOWN_S = 0.05  # while Redis does not answer
 class Entry:
     """State of one session in Redis."""
 
-    def __init__(self, record: SessionRecord, on_fenced: Callable[[], None]) -> None:
+    def __init__(self, record: SessionRecord, on_fenced: Callable[[bool], None]) -> None:
         self.record = record
-        self.on_fenced = on_fenced
+        self.on_fenced = on_fenced  # with whether another coordinator has cancelled it
         self.durable = 0  # output tokens that are in Redis
         self.known = False  # the request is in Redis
         self.finish_written = False
@@ -115,8 +115,8 @@ class WriteBehind:
         record = entry.record
         start, end, finished = entry.durable, len(record.tokens), record.finished
         answer = await self._store.write(record, start, end, whole=not entry.known)
-        if answer == "FENCED":
-            entry.on_fenced()
+        if answer in ("FENCED", "CANCELLED"):
+            entry.on_fenced(answer == "CANCELLED")
             return False
         if answer == "OK":
             entry.known, entry.durable = True, end

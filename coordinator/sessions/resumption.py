@@ -48,7 +48,7 @@ def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], tar
     There they cannot be generated again. In the other modes they are, and the client's tokens are ignored.
     """
     mode = record.request.params.mode
-    if not mode.needs_draft_probs:
+    if not mode.needs_draft_probs or record.finish_reason is FinishReason.CANCELLED:
         return
     if len(tail) > position:
         raise InvalidRequest.of("tail", f"{len(tail)} tokens", f"at most {position}, those before from_position")
@@ -70,6 +70,7 @@ def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], tar
 
 
 def check_position(position: int, record: SessionRecord) -> None:
-    limit = len(record.tokens) if record.finished else record.request.params.max_tokens
+    cancelled = record.finish_reason is FinishReason.CANCELLED  # with what Redis had, a moment behind its client
+    limit = len(record.tokens) if record.finished and not cancelled else record.request.params.max_tokens
     if position > limit:
         raise InvalidRequest.of("from_position", position, f"at most {limit}")

@@ -18,7 +18,6 @@ from coordinator.admission.quotas import Quotas
 from coordinator.admission.waiting.seats import Seats
 from coordinator.admission.waiting.urgency import urgency
 from coordinator.persistence.session_record import SessionRecord
-from coordinator.persistence.store import fenced
 from coordinator.persistence.write_behind import Entry, WriteBehind
 from coordinator.placement.sent_prefixes import PromptPrefix
 from coordinator.sessions.detokenizer import TextStream
@@ -31,7 +30,7 @@ from coordinator.workers.target import Target
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import Tracing
-from outrider.protocol.errors import Expired, OutriderError, Overloaded, PeerLost, Unavailable
+from outrider.protocol.errors import Expired, Fenced, OutriderError, Overloaded, PeerLost, Unavailable
 from outrider.protocol.speculation import FinishReason, Verdict
 from outrider.security.tenants import tenant
 
@@ -69,7 +68,9 @@ class Session:
         self._context = context
         self._tenant = tenant()
         self.urgency = urgency()
-        self._entry = Entry(record, lambda: self.stop(fenced(record.session_id)))
+        name, owned = record.session_id, "is owned by another coordinator now"
+        lost = Fenced(f"session {name} {owned}", field="session_id", value=name)
+        self._entry = Entry(record, lambda cancelled: self.cancel() if cancelled else self.stop(lost))
         self._task: asyncio.Task[None] | None = None
         self._refused = 0  # by full verifiers
         prefix = PromptPrefix(request.prompt, request.cache_salt, request.params.max_tokens + _EXTRA_TOKENS)

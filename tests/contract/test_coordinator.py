@@ -214,6 +214,29 @@ async def test_cancel(house: House) -> None:
         assert not (await stub.Cancel(pb.CancelRequest(session_id=session_id), timeout=5)).cancelled, "ended already"
 
 
+async def test_a_session_that_another_coordinator_cancels_ends_as_cancelled(house: House) -> None:
+    """Behind a load balancer, `Cancel` goes to any of them. Its client was told that another one owns the session."""
+    request = ask(PROMPT, temperature=0.0, max_tokens=1500, ignore_eos=True, gamma=0)
+    other = Store(house.redis.url, "another coordinator", 60)
+    with slowed(house.loaded, 0.005):
+        async with client(house.coordinator) as stub:
+            call = stub.Generate(request, timeout=30)
+            session_id, received = (await call.read()).started.session_id, 0
+            while received < 8:
+                received += len((await call.read()).chunk.token_ids)
+            assert await other.cancel(session_id)
+            while (reply := await call.read()) is not grpc.aio.EOF:
+                last = reply
+            assert last.complete.finish_reason == FinishReason.CANCELLED, last
+            assert not await other.cancel(session_id)
+
+            # Its record lacks what was committed since the last write, which a client may have.
+            resumed = stub.Resume(pb.ResumeRequest(session_id=session_id, from_position=1500), timeout=10)
+            assert (await resumed.read()).started.session_id == session_id
+            assert (await resumed.read()).complete.finish_reason == FinishReason.CANCELLED
+    await other.connection.close()
+
+
 async def test_short_calls_of_a_client_go_to_the_endpoint_that_answers(house: House) -> None:
     """Before any stream has found out that the first one is gone."""
     gone = f"127.0.0.1:{free_port()}"

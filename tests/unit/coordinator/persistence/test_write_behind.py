@@ -57,7 +57,7 @@ class SlowStore:
 
 def entry_of(name: str) -> Entry:
     record = SessionRecord(name, SessionRequest((1, 2), SamplingParams(seed=1)))
-    return Entry(record, lambda: pytest.fail("nobody else claims it"))
+    return Entry(record, lambda _: pytest.fail("nobody else claims it"))
 
 
 def grow(entry: Entry) -> None:

@@ -272,7 +272,7 @@ async def test_an_answer_that_has_ended_is_not_taken_from_who_reads_it(stage: St
     session = await stage.play(SessionRecord("s", REQUEST, model="f"), said(0, last=True))
     with stage.manager.followed(session):
         stage.manager._sessions["s"] = session
-        session._entry.on_fenced() if fenced else await stage.manager.stop()
+        session._entry.on_fenced(False) if fenced else await stage.manager.stop()
         assert session.error is None
         assert session.record.finished
 
