@@ -143,8 +143,10 @@ class Session:
                         raise
             if self.record.request.params.mode.needs_draft_probs:  # another coordinator would draw another end
                 await self._context.write_behind.write_first(self._entry, "session ended without redis")
+        except asyncio.CancelledError:
+            log.debug("session stopped")  # the task would keep the error, and with it the session
         except OutriderError as error:
-            self.error = error
+            self.error = error.with_traceback(None)
         except Exception as error:
             log.exception("session failed")
             self.error = OutriderError(f"internal error: {type(error).__name__}")
@@ -177,9 +179,7 @@ class Session:
             if not self.record.tokens and not another:
                 raise
         except OutriderError as error:
-            if (session_error := self._verifiers.record_failure(connection, error)) is error:
-                raise
-            raise session_error from error
+            raise self._verifiers.record_failure(connection, error) from None
         return False
 
     def _commit(self, verdict: Verdict) -> None:
@@ -202,5 +202,6 @@ class Session:
 
     def _end(self) -> None:
         self.output.end(finished=self.record.finished)
+        self._entry.on_fenced = lambda _: None  # which knows the session: it would live until a garbage collection
         if self.output.rest.stop and self.record.finish_reason is FinishReason.LENGTH:  # found in text held back
             self.record.finish_reason = FinishReason.STOP

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -275,6 +277,28 @@ async def test_an_answer_that_has_ended_is_not_taken_from_who_reads_it(stage: St
         session._entry.on_fenced(False) if fenced else await stage.manager.stop()
         assert session.error is None
         assert session.record.finished
+
+
+@pytest.mark.parametrize("how", ["finished", "failed", "left"])
+async def test_what_is_over_is_gone_without_a_garbage_collection(stage: Stage, how: str) -> None:
+    """Collections are rare in a service, and the longer the more there is: sessions with their outputs piled up."""
+    stage.acts = iter((said(0, last=True),) if how == "finished" else ())  # without any, its verifiers are lost
+    gc.collect()
+    gc.disable()
+    try:
+        session = Session(SessionRecord("s", REQUEST, model="f"), TARGET, stage.manager._context)
+        session.start()
+        if how == "left":
+            await asyncio.sleep(0)
+            session.stop()
+        await session.closed()
+        assert (session.record.finished, session.error is None) == (how == "finished", how != "failed")
+        over = weakref.ref(session)
+        del session
+        await asyncio.sleep(0)
+        assert over() is None
+    finally:
+        gc.enable()
 
 
 def _ended(stage: Stage, code: str) -> tuple[float | None, float | None]:
