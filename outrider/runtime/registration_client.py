@@ -71,7 +71,7 @@ class RegistrationClient:
             heartbeat: asyncio.Task[None] | None = None
             try:
                 await call.write(self._worker())
-                async for reply in call:
+                while (reply := await call.read()) is not grpc.aio.EOF:  # `async for` keeps an open call in a cycle
                     if reply.WhichOneof("message") == "send_vocabulary":
                         async for part in self._vocabulary_chunks():
                             await call.write(part)

@@ -1,0 +1,68 @@
+"""What a worker leaves open that registers again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.vocabulary import Vocabulary
+from outrider.runtime import registration_client
+from outrider.runtime.registration_client import RegistrationClient
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from tests.descriptors import open_files
+
+_ATTEMPTS = 12
+_CLOSES_S = 20.0
+
+
+class _Ending(rpc.RegistryServicer):
+    """Asks for the vocabulary and ends before it has it, as a coordinator that shuts down does."""
+
+    asked = 0
+
+    async def Register(self, requests: Any, context: Any) -> AsyncIterator[pb.RegisterReply]:
+        await anext(requests)
+        yield pb.RegisterReply(send_vocabulary=True)
+        self.asked += 1
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "shutting down")
+
+
+async def test_a_registration_that_fails_keeps_no_socket_open_until_the_next_garbage_collection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registration_client, "RETRY_S", 0.01)
+    server, ending = grpc.aio.server(), _Ending()
+    rpc.add_RegistryServicer_to_server(ending, server)  # type: ignore[no-untyped-call]
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    worker = WorkerInfo("w", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
+    client = RegistrationClient([address], lambda: worker, Vocabulary(("a token of this length",) * 300_000))
+    running = asyncio.create_task(client.run())
+    try:
+        await _asked(ending, 2)
+        gc.collect()
+        gc.disable()
+        before = sum(opened.startswith("socket:") for opened in open_files(os.getpid()))
+        await _asked(ending, ending.asked + _ATTEMPTS)
+        async with asyncio.timeout(_CLOSES_S):
+            while sum(opened.startswith("socket:") for opened in open_files(os.getpid())) > before + 4:
+                await asyncio.sleep(0.05)
+    finally:
+        gc.enable()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(None)
+
+
+async def _asked(ending: _Ending, times: int) -> None:
+    async with asyncio.timeout(_CLOSES_S):
+        while ending.asked < times:
+            await asyncio.sleep(0.01)
