@@ -279,6 +279,28 @@ async def test_an_answer_that_has_ended_is_not_taken_from_who_reads_it(stage: St
         assert session.record.finished
 
 
+async def test_a_session_that_is_stopped_at_any_await_leaves_its_seat(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seats = stage.manager._context.seats("f")
+    monkeypatch.setattr(seats, "_several", lambda: True)
+    records = []
+    for awaits in range(40):
+        stage.acts = iter((said(0), PeerLost("gone"), said(1, last=True)))
+        session = Session(SessionRecord(f"s{awaits}", REQUEST, model="f"), TARGET, stage.manager._context)
+        session.start()
+        for _ in range(awaits):
+            await asyncio.sleep(0)
+        session.stop()
+        await session.closed()
+        records.append(session.record)
+        assert not seats._tenants, f"after {awaits}"
+        assert not seats._queues, f"after {awaits}"
+    assert not records[0].tokens
+    assert {len(record.tokens) for record in records} == {0, 1, 2}
+    assert records[-1].finished
+
+
 @pytest.mark.parametrize("how", ["finished", "failed", "left"])
 async def test_what_is_over_is_gone_without_a_garbage_collection(stage: Stage, how: str) -> None:
     """Collections are rare in a service, and the longer the more there is: sessions with their outputs piled up."""
