@@ -109,8 +109,8 @@ class WorkerConnection:
         return not self.info.draining and time.monotonic() >= self._not_before
 
     def record_failure(self) -> None:
-        """Stop using the worker for a moment, doubled with each failure in a row."""
-        self._failures += 1
+        """Stop using the worker for a moment, doubled with each failure in a row. Of those at once, one counts."""
+        self._failures = max(1, self._failures + (time.monotonic() >= self._not_before))
         self._not_before = time.monotonic() + min(MAX_BACKOFF_S, BACKOFF_S * 2 ** min(8, self._failures - 1))
 
     def record_full(self) -> None:
