@@ -19,7 +19,7 @@ HEADER = "authorization"
 _SCHEME = "bearer"
 _NAME = re.compile(r"(?!key-)[A-Za-z0-9._-]{1,64}")
 _ENTRY = "[NAME: ]KEY [requests_per_minute=N] [tokens_per_minute=N] [max_sessions=N] [priority=N] [best_priority=N]"
-_LIMIT = re.compile(r"[a-z_]+=[0-9]+|(best_)?priority=-?[0-9]{1,3}")
+_LIMIT = re.compile(r"[a-z_]+=[0-9]{1,12}|(best_)?priority=-?[0-9]{1,3}")
 
 
 @dataclass(slots=True)

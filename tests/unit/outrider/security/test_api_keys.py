@@ -165,6 +165,8 @@ def test_a_key_has_a_holder(tmp_path: Path) -> None:
         "web: s3cret max_sessions=-1",
         "web: s3cret max_sessions=1 max_sessions=2",
         "web: s3cret max_sessions=²",
+        pytest.param("web: s3cret tokens_per_minute=" + 400 * "9", id="beyond a float"),
+        pytest.param("web: s3cret tokens_per_minute=" + 5000 * "9", id="beyond what Python reads"),
         "a name: s3cret",
         "key-0123456789ab: s3cret",
         "web: s3cret max_sessions=1,web: s3cret-2",
