@@ -7,6 +7,7 @@ or the throughput did not recover after a peak.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import signal
 import subprocess
@@ -82,7 +83,7 @@ def check_installed() -> None:
 def _locust_options(given: Mapping[str, Any]) -> list[str]:
     """Return locust's options, without the API key: every user of a machine can read command lines."""
     line = ["--users", str(given["users"]), "--spawn-rate", f"{given['spawn_rate']:g}"]
-    line += ["--run-time", f"{given['seconds']}s", "--stop-timeout", f"{given['timeout_s']:g}"]
+    line += ["--run-time", f"{given['seconds']}s", "--stop-timeout", str(math.ceil(given["timeout_s"]))]
     for option in COMMON:
         value = given[option.name]
         if option.kind is bool:
