@@ -72,6 +72,20 @@ def test_a_running_fleet_is_measured_until_ctrl_c(cluster: Cluster, tmp_path: Pa
     assert f"running fleet at {cluster.address}" in shown
 
 
+def test_a_running_fleet_is_measured_again_without_the_prefixes_of_the_first_time(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    shares = []
+    for name in ("first", "again"):
+        written = tmp_path / f"{name}.json"
+        flags = ("--endpoint", cluster.address, "--sessions", "1", "--seconds", "1", "--tokens", "96", "--gamma", "0")
+        command = [*COMMAND, *flags, "--system-prompts", "0", "--json", str(written)]
+        subprocess.run(command, capture_output=True, cwd=ROOT, env=SURROUNDINGS, timeout=60, check=True)
+        (row,) = json.loads(written.read_text())["rows"]
+        shares.append(row["cached_share"])
+    assert max(shares) < 0.1, "no two requests of a measurement begin alike"
+
+
 def test_a_fleet_that_does_not_run_gets_one_clear_answer() -> None:
     command = [*COMMAND, "--endpoint", "127.0.0.1:9"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=SURROUNDINGS, timeout=60, check=False)

@@ -97,7 +97,7 @@ def _measure(plan: FleetPlan, extent: FleetExtent, total: int, turns: TurnProgre
                 text = f"{name}: {sessions} sessions"
                 turns.set_text(text)
                 turns.show(text, done, total)
-                record = measure_load(fleet, plan.mix, sessions, extent.seconds, f"measurement {done}")
+                record = measure_load(fleet, plan.mix, sessions, extent.seconds)
                 done += 1
                 yield load_row(fleet.size, record)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
+import secrets
 import signal
 import time
 from collections.abc import Collection, Coroutine, Mapping
@@ -24,7 +26,6 @@ _WARM_UP_S = 30.0  # at most, until every session has its first token
 _SETTLE_S = 1.0
 _WATCH_S = 0.25
 _SESSIONS_PER_CLIENT = 32  # that share a connection
-_MOST_REQUESTS = 1_000  # of a session
 _PAUSE_MS, _MOST_PAUSE_MS = 500, 5_000  # after a failed request
 _PROBE_S = 120.0
 ResultT = TypeVar("ResultT")
@@ -64,9 +65,9 @@ def check_answers(fleet: FleetUnderLoad, mix: PromptMix) -> None:
     run_cancellable(ask())
 
 
-def measure_load(fleet: FleetUnderLoad, mix: PromptMix, sessions: int, seconds: float, salt: str) -> LoadRecord:
+def measure_load(fleet: FleetUnderLoad, mix: PromptMix, sessions: int, seconds: float) -> LoadRecord:
     """Return what these sessions saw; prefixes of other measurements are not found, because their salts differ."""
-    return run_cancellable(_Load(fleet, mix, sessions, salt).measure(seconds))
+    return run_cancellable(_Load(fleet, mix, sessions, secrets.token_hex()).measure(seconds))
 
 
 class _Load:
@@ -105,19 +106,18 @@ class _Load:
         """Send one request after the other; a failed one is counted, and the next one waits."""
         client = self._clients[session % len(self._clients)]
         await asyncio.sleep(session * min(_RAMP_S, _WARM_UP_S / self._record.sessions / 2))
-        for turn in range(_MOST_REQUESTS):
+        for number in itertools.count(session, self._record.sessions):
             answer = LoadedAnswer(time.perf_counter())
             self._record.answers.append(answer)
             try:
-                await self._ask(client, session, turn, answer)
+                await self._ask(client, session, number, answer)
             except OutriderError as error:
                 self._answered.add(session)
                 answer.error, answer.ended_at = error.code, time.perf_counter()
                 await asyncio.sleep(min(error.retry_after_ms or _PAUSE_MS, _MOST_PAUSE_MS) / 1000)
 
-    async def _ask(self, client: AsyncClient, session: int, turn: int, answer: LoadedAnswer) -> None:
-        request = self._mix.request(session + turn * self._record.sessions, self._salt)
-        async with contextlib.aclosing(client.generate(**request)) as replies:
+    async def _ask(self, client: AsyncClient, session: int, number: int, answer: LoadedAnswer) -> None:
+        async with contextlib.aclosing(client.generate(**self._mix.request(number, self._salt))) as replies:
             async for reply in replies:
                 if isinstance(reply, Tokens) and reply.token_ids:
                     answer.arrivals.append((time.perf_counter(), len(reply.token_ids)))

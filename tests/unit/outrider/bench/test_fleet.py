@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -243,3 +244,23 @@ def test_a_coordinator_too_busy_to_tell_its_load_ends_no_measurement() -> None:
 
     with pytest.raises(TimeoutError):
         asyncio.run(watch())
+
+
+def test_a_session_asks_until_the_measured_time_is_over() -> None:
+    """After a thousand short answers it stopped, and the rest of the time counted as time without tokens."""
+    load = _Load(FleetUnderLoad(ONE, ("127.0.0.1:1",), dict), PromptMix(["x"], 0, 8), 1, "salt")
+    asked: list[Any] = []
+
+    async def generate(**request: Any) -> AsyncIterator[Finished]:
+        asked.append(request["params"].seed)
+        await asyncio.sleep(0)
+        yield finished(3, 2, 0)
+
+    load._clients = [Mock(generate=generate)]
+
+    async def ask() -> None:
+        await asyncio.wait_for(load._ask_in_turn(0), 1.0)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(ask())
+    assert asked[:3] == [0, 1, 2], "each another request"
