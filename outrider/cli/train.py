@@ -41,7 +41,7 @@ def train(
     unroll: Annotated[int, option("--unroll", "Unrolled training steps of eagle and eagle3.", min=1, max=8)] = 3,
     start: Annotated[str, option("--from", "Trained eagle to continue: a folder, or default: the bundled one.")] = "",
     learning_rate: Annotated[float, option("--learning-rate", "Peak learning rate.", min=1e-7, max=1.0)] = 1e-3,
-    seed: Annotated[int, option("--seed", "Equal seeds give equal data in equal order.", min=0)] = 0,
+    seed: Annotated[int, option("--seed", "Equal seeds give equal data in equal order.", min=0, max=2**42)] = 0,
     device: Annotated[str, option("--device", "auto, cpu or cuda:N.")] = "auto",
     data_home: Annotated[Path | None, option("--data", "Folder of texts; empty: OUTRIDER_HOME/training/data.")] = None,
     restart: Annotated[bool, option("--restart", "Start again and ignore an interrupted run.")] = False,
@@ -101,7 +101,7 @@ def _print_results(out: Path, card: Card, target: str) -> None:
         rates = [f"{rate:.2f}" for rate in found["acceptance"]]
         table.add_row(escape(kind), *rates, f"{found['acceptance_length']:.2f}")
     console.print(table)
-    named = "" if target == DEFAULT else f"--target {target} "
+    named = "" if target == DEFAULT else f"--target {shlex.quote(target)} "
     kind = SERVED_AS.get(card.method, card.method)
     drafter = shlex.quote(f"{kind}:{out}")
     console.print(f"{out} is ready: outrider up {named}--drafter {drafter}", soft_wrap=True, markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -49,11 +50,10 @@ def tune(
         table.add_row(str(each.layers), *rates, str(each.gamma), f"{each.speed_up:.2f}")
     Console().print(table)
     best = max(exits, key=lambda each: each.speed_up)
+    text = (
+        "no early exit is faster on one machine; on a separate drafter machine one may be. With training, fewer "
+        "layers suffice: outrider train early-exit"
+    )
     if best.speed_up >= _PAYS:
-        text = f"best: outrider up --target {target} --drafter early-exit:{best.layers}"
-    else:
-        text = (
-            "no early exit is faster on one machine; on a separate drafter machine one may be. With training, fewer "
-            "layers suffice: outrider train early-exit"
-        )
-    Console().print(text, soft_wrap=True)
+        text = f"best: outrider up --target {shlex.quote(target)} --drafter early-exit:{best.layers}"
+    Console().print(text, soft_wrap=True, markup=False)
