@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ import pytest
 
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import verifier_pb2 as verify
+from tests.cluster import until
 from tests.fuzz import calls, generators
 from tests.fuzz.calls import connect, open_channel
 from tests.fuzz.campaign import Problem
 from tests.fuzz.case import CANCEL, CASES, Case, kept
 from tests.fuzz.corpus import PROMPT, Known
+from tests.fuzz.fleet import Neighbour
 from tests.fuzz.generators import DRAFT, EDGES, PUBLIC, VERIFY, make
+from tests.fuzz.neighbour import requests
 
 MANY = 300
 SHORT_S = 1.0  # until a server that says nothing more is given up
@@ -176,3 +181,34 @@ def test_a_problem_says_how_to_have_it_again() -> None:
     told = Problem("http", "body: 500", 17, kept_as="tests/fuzz/cases/http-1.json").told(5)
     assert "python -m tests.fuzz --seed 5 --edge http --only 17" in told
     assert "tests/fuzz/cases/http-1.json" in told
+
+
+class Forgetful(rpc.OutriderServicer):
+    """Answers with nothing once the neighbour knows what to expect."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateReply]:
+        self.asked += 1
+        if self.asked <= 2 * len(requests()):
+            yield pb.GenerateReply(chunk=pb.Chunk(token_ids=[1, 2]))
+
+
+def test_a_neighbour_that_gets_nothing_or_ends_is_noticed(tmp_path: Path) -> None:
+    """An empty answer ended it, and the campaign went on without it and passed."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    rpc.add_OutriderServicer_to_server(service := Forgetful(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        neighbour = Neighbour(f"127.0.0.1:{port}", tmp_path)
+        until(lambda: len(neighbour.answers()) > 1 or neighbour._process.poll() is not None, 30, "two answers")
+        assert [answer["equal"] for answer in neighbour.wrong()] == [False] * len(neighbour.answers())
+        neighbour._process.kill()
+        neighbour._process.wait(10)
+        neighbour.stop()
+    finally:
+        server.stop(None)
+    assert service.asked > 2 * len(requests())
+    assert "the neighbour ended: status -9" in neighbour.wrong()[0]["error"]

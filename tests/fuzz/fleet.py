@@ -71,6 +71,7 @@ class Neighbour:
     def __init__(self, address: str, folder: Path) -> None:
         self._path = folder / "neighbour.jsonl"
         self._errors = folder / "neighbour.err"
+        self._ended = ""  # why it ended by itself
         with self._path.open("wb") as out, self._errors.open("wb") as err:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.fuzz.neighbour", address],
@@ -90,9 +91,12 @@ class Neighbour:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def wrong(self) -> list[dict[str, Any]]:
-        return [answer for answer in self.answers() if not answer.get("equal")]
+        ended = [{"error": f"the neighbour ended: {self._ended}"}] if self._ended else []
+        return ended + [answer for answer in self.answers() if not answer.get("equal")]
 
     def stop(self) -> None:
+        if (status := self._process.poll()) is not None:
+            self._ended = f"status {status}, {self._errors.read_text()[-500:]}"
         self._process.terminate()
         self._process.wait(10)
 
