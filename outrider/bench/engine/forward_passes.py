@@ -58,7 +58,7 @@ def measure(plan: LaunchPlan, extent: EngineExtent, notify: Notify) -> PassTimes
     _alternate(steps, 1)
     memory["after_runs"] = _resident_mb()  # every step has run, and transformers is not loaded yet
     if engine.device.type == "cuda":
-        memory["cuda_peak"] = torch.cuda.max_memory_allocated(engine.device) / _MIB
+        memory["cuda_peak"] = torch.cuda.max_memory_allocated(engine.device) / 1e6
 
     eager = _Eager(plan, runner.prompt(0, BASE_CONTEXT), notify)
     read_bytes, steps[_READ] = _memory_read(engine.device)
@@ -258,4 +258,4 @@ def _matmul(device: torch.device, dtype: torch.dtype) -> tuple[int, Step]:
 
 
 def _resident_mb() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / _MIB
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 1e6

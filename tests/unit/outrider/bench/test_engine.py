@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from outrider.bench.common.report import Times
+from outrider.bench.engine import forward_passes
 from outrider.bench.engine.results import BASE_CONTEXT, PassTimes, ServedTimes, rows, summary
 
 PASSES = PassTimes(
@@ -51,3 +53,9 @@ def test_streams_are_compared_by_their_longest_gaps_and_usual_waits() -> None:
 def test_rows_have_the_throughput_of_all_sessions() -> None:
     found = {row["sessions"]: row["tokens_per_s"] for row in rows(PASSES, SERVED) if row["part"] == "batch"}
     assert found == pytest.approx({1: 250.0, 8: 1000.0, 32: 2000.0})
+
+
+def test_memory_is_told_in_megabytes() -> None:
+    """As the weights of a token are; it was in mebibytes, under the name of the others."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    assert forward_passes._resident_mb() == pytest.approx(int(status["VmRSS"].split()[0]) * 1024 / 1e6, rel=0.02)
