@@ -35,7 +35,7 @@ def network(
             "first.",
         ),
     ] = "",
-    tokens: Annotated[int, option("--tokens", "Length of an answer; 0: 192, with --quick 96.", min=0)] = 0,
+    tokens: Annotated[int, option("--tokens", "Length of an answer; 0: 192, with --quick 96.", min=0, max=1000)] = 0,
     rounds: Annotated[int, option("--rounds", "Answers per mode and link; 0: 3, with --quick 1.", min=0)] = 0,
     rtts: Annotated[
         str,

@@ -12,13 +12,16 @@ from unittest.mock import Mock
 
 import pytest
 from matplotlib.figure import Figure
+from typer.testing import CliRunner
 
 from outrider.bench.common.timed_output import timed
 from outrider.bench.network.cases import LinkCase, modes
 from outrider.bench.network.figures import NetworkResults, NetworkRun, NetworkRuns, summarise
-from outrider.bench.network.measurement import NetworkMeasurement
+from outrider.bench.network.measurement import _DRIFT, PROMPT, NetworkMeasurement
 from outrider.bench.network.plot import _speed
 from outrider.bench.network.prediction import prediction_cases
+from outrider.bench.network.toy_pair import _CONTEXT
+from outrider.cli.app import app
 from outrider.client.events import Finished, Tokens
 from outrider.protocol.speculation import FinishReason
 from outrider.protocol.statistics import GenerationStats, PlanStats
@@ -198,3 +201,12 @@ def test_tokens_that_arrive_together_have_no_time_between_them() -> None:
     counts: list[int] = []
     timed(pieces + replies[-1:], counts.append)
     assert counts == [1, 4], "parts of an answer end by its tokens so far"
+
+
+def test_answers_that_do_not_fit_while_the_link_changes_are_refused_at_once() -> None:
+    """They are four times as long there, which comes last: all results were lost."""
+    most = 1000
+    assert len(PROMPT) + len(_DRIFT) * most <= _CONTEXT
+    for tokens, status in ((most, 1), (most + 1, 2)):
+        ended = CliRunner().invoke(app, ["bench", "network", "--rtts", "none", "--tokens", str(tokens)])
+        assert ended.exit_code == status, ended.output
