@@ -167,7 +167,7 @@ def test_a_damaged_checkpoint_is_told(order: TrainingOrder, monkeypatch: pytest.
     assert run.train(replace(mine, restart=True), Watched()).method == "eagle"
 
 
-@pytest.mark.parametrize("changed", [{"learning_rate": 0.5}, {"num_ids": 64}])
+@pytest.mark.parametrize("changed", [{"learning_rate": 0.5}, {"num_ids": 64}, {"layers": 2}, {"unroll": 1}])
 def test_a_checkpoint_of_another_run_is_told(
     order: TrainingOrder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: dict[str, Any]
 ) -> None:

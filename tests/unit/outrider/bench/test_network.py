@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from outrider.bench.common.timed_output import timed
-from outrider.bench.network.cases import LinkCase, modes
+from outrider.bench.network import measurement
+from outrider.bench.network.cases import LinkCase, NetworkMode, modes
 from outrider.bench.network.figures import NetworkResults, NetworkRun, NetworkRuns, summarise
 from outrider.bench.network.measurement import _DRIFT, PROMPT, NetworkMeasurement
 from outrider.bench.network.plot import _speed
@@ -210,3 +211,45 @@ def test_answers_that_do_not_fit_while_the_link_changes_are_refused_at_once() ->
     for tokens, status in ((most, 1), (most + 1, 2)):
         ended = CliRunner().invoke(app, ["bench", "network", "--rtts", "none", "--tokens", str(tokens)])
         assert ended.exit_code == status, ended.output
+
+
+def test_parts_of_an_answer_end_by_its_tokens_and_change_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message may end several of them; the time of the first token is not the link's."""
+    sizes, clock = (1, 4, 8, 3), iter((5.0, 6.0, 8.0, 12.0))
+    pieces = [Tokens(0, "", (1,) * size, (), ()) for size in sizes]
+    replies = [*pieces, Finished("", FinishReason.LENGTH, "", 1, 16, GenerationStats())]
+    link, waited = SimpleNamespace(shape=None), Mock()
+    setup = SimpleNamespace(
+        client=Mock(generate=Mock(return_value=replies)),
+        network=SimpleNamespace(link=link),
+        wait_for_round_trip=waited,
+    )
+    results = NetworkResults()
+    measured = NetworkMeasurement(setup, modes((2,)), 4, 1, results)  # type: ignore[arg-type]
+    monkeypatch.setattr(measurement, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert measured._generate_with_drift(modes((2,))[0], seed=1) == [1.0, 2.0, 0.0, 4.0]
+    assert link.shape == LinkCase(_DRIFT[-1][0]).shape, "that of the last part"
+    waited.assert_called_once_with(_DRIFT[0][0])
+    assert results.texts == {1: (1,) * 16}
+
+
+def test_a_changing_link_is_compared_with_the_best_fixed_mode_and_with_that_of_each_part() -> None:
+    seconds = {"plain": [2.0, 2.0, 2.0, 2.0], "chain ahead": [1.0, 3.0, 1.0, 2.0], "adaptive": [2.0, 2.0, 2.0, 4.0]}
+    given = [mode for mode in modes(()) if mode.name in seconds]
+    measured = NetworkMeasurement(Mock(), given, 4, 3, NetworkResults())
+    noise = iter((0.0, 1.0, -1.0))  # of the three rounds, whose median counts
+    shift = {"now": 0.0}
+
+    def generate(mode: NetworkMode) -> list[float]:
+        if mode is given[0]:
+            shift["now"] = next(noise)
+        return [each + shift["now"] for each in seconds[mode.name]]
+
+    answers = [[0.0] * 4, *(generate(mode) for _ in range(3) for mode in given)]  # the first one warms up
+    measured._generate_with_drift = Mock(side_effect=answers)  # type: ignore[method-assign]
+    found = measured.measure_drift(lambda _: None)
+    assert found["seconds"] == seconds
+    assert found["best_fixed"] == "chain ahead"
+    assert found["regret"] == pytest.approx(1 - 7 / 10)
+    assert found["regret_of_parts"] == pytest.approx(1 - 6 / 10)
+    assert found["vs_plain"] == pytest.approx(8 / 10)
