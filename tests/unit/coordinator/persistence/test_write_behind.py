@@ -37,7 +37,7 @@ class SlowStore:
         self.refused: set[str] = set()  # sessions that it never takes, each after all others
         self.forgotten: set[str] = set()  # those that their coordinator no longer has
         self.known: dict[str, int] = {}
-        self.writes = 0
+        self.writes = self.gaps = 0
         self.finished: set[str] = set()
 
     async def write(self, record: SessionRecord, start: int, end: int, *, whole: bool) -> str:
@@ -49,6 +49,9 @@ class SlowStore:
             raise StoreDown("away")
         if not whole and record.session_id not in self.known:
             return "MISSING"
+        if start > self.known.get(record.session_id, 0):
+            self.gaps += 1
+            return "GAP"
         self.known[record.session_id] = end
         if record.finished:
             self.finished.add(record.session_id)
@@ -92,6 +95,7 @@ async def test_a_session_that_grows_without_end_keeps_no_other_waiting() -> None
     assert await write_behind.flush(10)
     assert store.finished == {"growing"}
     assert store.known["growing"] == len(growing.record.tokens)
+    assert store.gaps == 0, "what was committed while a write was under way is part of the next one"
     running.cancel()
 
 
