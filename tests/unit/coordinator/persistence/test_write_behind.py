@@ -42,7 +42,7 @@ class SlowStore:
 
     async def write(self, record: SessionRecord, start: int, end: int, *, whole: bool) -> str:
         self.writes += 1
-        is_refused = record.session_id in self.refused
+        is_refused, finished = record.session_id in self.refused, record.finished
         await asyncio.sleep(self.write_s + 0.01 * is_refused)
         self.up = self.answers and not is_refused
         if not self.up:
@@ -53,7 +53,7 @@ class SlowStore:
             self.gaps += 1
             return "GAP"
         self.known[record.session_id] = end
-        if record.finished:
+        if finished:
             self.finished.add(record.session_id)
         return "OK"
 
@@ -96,6 +96,19 @@ async def test_a_session_that_grows_without_end_keeps_no_other_waiting() -> None
     assert store.finished == {"growing"}
     assert store.known["growing"] == len(growing.record.tokens)
     assert store.gaps == 0, "what was committed while a write was under way is part of the next one"
+    running.cancel()
+
+
+async def test_an_end_that_comes_while_a_session_is_written_is_written_too() -> None:
+    write_behind = journal_over(store := SlowStore(2 * BATCH_S))
+    running = asyncio.create_task(write_behind.run())
+    grow(entry := entry_of("ending"))
+    write_behind.mark_changed(entry)
+    assert await until(lambda: store.writes == 1, 5)
+    entry.record.finish_reason = FinishReason.STOP
+    write_behind.mark_changed(entry)
+    assert await write_behind.flush(10)
+    assert store.finished == {"ending"}
     running.cancel()
 
 
