@@ -40,3 +40,18 @@ async def test_a_key_ends_everywhere_at_once(monkeypatch: pytest.MonkeyPatch) ->
     for store.now, keys, new in ((0.0, one, "a"), (3500.0, other, "b"), (3601.0, one, "c"), (3602.0, other, "d")):
         found.append(await keys.reserve("key", new, REQUEST))
     assert found == ["a", "a", "c", "c"]
+
+
+async def test_a_key_holds_as_long_as_its_session_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a retry of a request that takes longer than keys are kept would start it again beside itself."""
+    store: Any = SharedStore()
+    monkeypatch.setattr(idempotency, "time", SimpleNamespace(monotonic=lambda: store.now))
+    running = {"a"}
+    keys = IdempotencyKeys(store, TTL_S, running)
+    assert await keys.reserve("key", "a", REQUEST) == "a"
+    store.now = 2 * TTL_S
+    assert "key" in keys
+    assert await keys.reserve("key", "b", REQUEST) == "a"
+    running.clear()
+    assert "key" not in keys
+    assert await keys.reserve("key", "c", REQUEST) == "c"
