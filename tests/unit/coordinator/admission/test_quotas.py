@@ -103,3 +103,18 @@ def test_changed_limits_of_a_key_hold_at_once() -> None:
     with pytest.raises(Overloaded):
         quotas.admit(Tenant("a", TenantLimits(max_sessions=1)), 1, 1)
     quotas.admit(Tenant("a", TenantLimits(max_sessions=2)), 1, 1)
+
+
+def test_a_request_that_is_refused_for_its_key_s_tokens_is_none_of_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a client that tries again while it has no tokens would have no requests when it has."""
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    settings = CoordinatorSettings(default_requests_per_minute=2, default_tokens_per_minute=100)
+    quotas = Quotas(settings, several=lambda: True)
+    quotas.spend(MODEST, 101)
+    for _ in range(5):
+        assert getattr(refusal(quotas, MODEST, 0, 0), "field", None) == "key.tokens_per_minute"
+    now += 2.0
+    assert refusal(quotas, MODEST, 0, 0) is None
