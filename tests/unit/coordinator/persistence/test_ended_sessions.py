@@ -137,3 +137,11 @@ def test_large_parameters_count_as_what_is_kept() -> None:
     most_bytes = MAX_GRAMMAR_BYTES + 100 * MAX_LOGIT_BIAS + 16 * 500
     assert 50 < len(sessions.recent) < 100_000_000 // most_bytes
     assert list(sessions.recent) == [f"large-{number}" for number in range(1_000 - len(sessions.recent), 1_000)]
+
+
+async def test_what_another_tenant_had_here_is_not_there_with_or_without_redis() -> None:
+    sessions = ended(replace(record_of(4, 1, FinishReason.LENGTH), tenant="another"), None, StoreDown("away"))
+    with pytest.raises(NotFound):
+        await sessions.load("s")
+    with pytest.raises(StoreDown):
+        await sessions.load("s")
