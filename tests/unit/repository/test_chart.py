@@ -393,6 +393,9 @@ def test_the_test_pod_asks_where_clients_do(rendered: Rendered) -> None:
     assert script == "/opt/healthcheck.py"
     assert int(port) in {port["port"] for port in rendered.get("Service", name)["spec"]["ports"]}
     assert service == HEALTH["coordinator"]
+    names = {entry["name"] for entry in rendered.container("test").get("env", ())}
+    assert not any(name.endswith(("_KEY", "_KEYS")) for name in names - {"OUTRIDER_TLS_KEY"}), "health needs no key"
+    assert "keys" not in {volume["name"] for volume in rendered.pods()["test"]["spec"]["volumes"]}
 
 
 # Against our services.

@@ -55,15 +55,16 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if eq .component "verifier" -}}{{ get .root.Values.verifier.settings "own-drafter" }}{{- end -}}
 {{- end -}}
 
-{{/* Key of a component: a drafter has only the drafter key, if there is one, and a verifier with its own drafter both. */}}
+{{/* Key of a component: a drafter has only the drafter key, if there is one, a verifier with its own drafter both, and the
+     pod of `helm test` none. */}}
 {{- define "outrider.hasDrafterKey" -}}
 {{- $both := and .root.Values.auth.fleetKey.enabled .root.Values.auth.drafterKey.enabled -}}
-{{- if and $both (or (ne .component "verifier") (include "outrider.ownDrafter" .)) }}yes{{ end -}}
+{{- if and $both (ne .component "test") (or (ne .component "verifier") (include "outrider.ownDrafter" .)) }}yes{{ end -}}
 {{- end -}}
 
 {{- define "outrider.hasFleetKey" -}}
 {{- $own := and (eq .component "drafter") .root.Values.auth.drafterKey.enabled -}}
-{{- if and .root.Values.auth.fleetKey.enabled (not $own) }}yes{{ end -}}
+{{- if and .root.Values.auth.fleetKey.enabled (not $own) (ne .component "test") }}yes{{ end -}}
 {{- end -}}
 
 {{- define "outrider.apiKeysSecret" -}}
@@ -138,9 +139,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 
 {{- define "outrider.hasKeys" -}}
-{{- if or .root.Values.auth.fleetKey.enabled (and (eq .component "coordinator") (include "outrider.hasApiKeys" .root)) -}}
-yes
-{{- end -}}
+{{- $client := and (eq .component "coordinator") (include "outrider.hasApiKeys" .root) -}}
+{{- if or $client (include "outrider.hasFleetKey" .) (include "outrider.hasDrafterKey" .) }}yes{{ end -}}
 {{- end -}}
 
 {{- define "outrider.identityMounts" -}}
