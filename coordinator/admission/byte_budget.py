@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from outrider.protocol.errors import InvalidRequest, Overloaded
@@ -24,13 +24,15 @@ class ByteShare:
 class ByteBudget:
     """Budget of all requests. A request takes its share while it is read and returns it when its session starts."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, counted: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Make a budget of `limit` bytes; Overloaded is raised in a block of `counted`."""
         self.limit = limit
+        self._counted = counted
         self._held = 0
         self._trimming: asyncio.TimerHandle | None = None
         self._trim_again = False  # more was freed since that timer was set
 
-    @contextlib.contextmanager
+    @contextmanager
     def share(self) -> Iterator[ByteShare]:
         share = ByteShare()
         try:
@@ -49,7 +51,8 @@ class ByteBudget:
                 raise InvalidRequest.of("request", f"over {self.limit} bytes", f"at most {self.limit} bytes")
             message = f"requests of {self._held} bytes are being read already"
             limit = f"{self.limit} bytes of all requests together"
-            raise Overloaded(message, field="request", value=size, limit=limit, retry_after_ms=1000)
+            with self._counted():
+                raise Overloaded(message, field="request", value=size, limit=limit, retry_after_ms=1000)
         share.held += more
         self._held += more
 

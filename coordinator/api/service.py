@@ -61,7 +61,7 @@ class CoordinatorService(rpc.OutriderServicer):
         connect_gauges(self.sessions)
         self._registry = RegistryService(self.sessions, settings, self.fleet)
         self._attachment = AttachmentService(self.sessions, settings)
-        budget = ByteBudget(_MIB * settings.max_bodies_mib)
+        budget = ByteBudget(_MIB * settings.max_bodies_mib, self.sessions.metrics.count_refusals)
         largest = _MIB * settings.max_message_mib
         self.interceptors = (WholeMessages(budget, largest, settings.open_timeout_s, REGISTRY, first=ATTACHMENT),)
         self._http = None

@@ -35,8 +35,9 @@ class AttachmentService(rpc.AttachmentServicer):
     ) -> AsyncIterator[verify.VerifyRequest]:
         bind_context(context.invocation_metadata() or (), first=True)
         holder = tenant().id
+        first = await first_message(requests, self._settings.open_timeout_s, "open")
         with self._sessions.metrics.count_refusals():
-            session = self._open(await first_message(requests, self._settings.open_timeout_s, "open"))
+            session = self._open(first)
         self._sessions.attached.append(holder)
         self._outboxes.append(outbox := session.outbox)
         try:

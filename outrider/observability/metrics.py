@@ -21,7 +21,7 @@ from outrider.protocol.speculation import FinishReason, Verdict
 
 _KEY_LIMITS = ("key.sessions", "key.max_sessions", "key.requests_per_minute", "key.tokens_per_minute")
 _MODEL_LIMITS = ("model.sessions", "model.waiting", "model.key_sessions")
-_LIMITS = ("sessions", "timeout", *_KEY_LIMITS, *_MODEL_LIMITS)  # fields of the errors that name them
+_LIMITS = ("sessions", "request", "timeout", *_KEY_LIMITS, *_MODEL_LIMITS)  # fields of the errors that name them
 _MOST_KINDS = 64  # of drafters, of which metrics are told apart
 ABANDONED = "abandoned"  # in place of a finish reason: its clients disconnected or it moved, and it can be resumed
 
@@ -66,8 +66,11 @@ class Metrics:
         try:
             yield
         except OutriderError as error:
-            self._refused.labels(error.code).inc()
+            self._count_refusal(error)
             raise
+
+    def _count_refusal(self, error: OutriderError) -> None:
+        self._refused.labels(error.code).inc()
 
     def bind_gauge(self, gauge: CallbackGauge, source: Callable[[], float]) -> None:
         """Let a gauge of this service's own labels show what `source` returns when it is read."""
@@ -174,15 +177,10 @@ class CoordinatorMetrics(Metrics):
         self.unwritten = gauge("unwritten_sessions", "Sessions with changes not yet written to Redis.")
         self.records_skipped = counter("redis_records_skipped", "Invalid records in Redis.", "record", "reason")
 
-    @contextmanager
-    def count_refusals(self) -> Iterator[None]:
-        try:
-            with super().count_refusals():
-                yield
-        except OutriderError as error:
-            if error.field in _LIMITS:
-                self._refused_by.labels(error.field).inc()
-            raise
+    def _count_refusal(self, error: OutriderError) -> None:
+        super()._count_refusal(error)
+        if error.field in _LIMITS:
+            self._refused_by.labels(error.field).inc()
 
     def record_skipped(self, record: str, reason: str) -> None:
         self.records_skipped.labels(record, reason).inc()

@@ -172,6 +172,8 @@ def test_bodies_that_are_held_back_take_no_more_than_the_budget(fleet: Cluster) 
         assert answer.status_code == 200, "small requests are not kept out"
         large = httpx.post(f"{process.web}/v1/completions", content=bytes(9_000_000), headers=headers, timeout=20)
         assert (large.status_code, large.json()["error"]["code"]) == (503, "overloaded")
+        metrics = httpx.get(f"{process.web}/metrics", headers=headers, timeout=20).text
+        assert re.search(r'outrider_requests_refused_by_limit_total\{limit="request"\} [1-9]', metrics)
     until(lambda: process.memory_mb() - before < BUDGET_MB / 2, 10, "memory given back")
 
 

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from coordinator.admission.byte_budget import UNCOUNTED, ByteBudget
 from coordinator.api.http.limits import BodyReader, RequestIds
+from outrider.observability.metrics import CoordinatorMetrics
 
 _CHUNK = bytes(UNCOUNTED)
 
@@ -46,11 +47,15 @@ async def test_a_body_beyond_the_budget_is_not_to_be_tried_again() -> None:
 
 
 async def test_a_body_waits_for_the_others() -> None:
-    budget = ByteBudget(2 * len(_CHUNK))
+    metrics = CoordinatorMetrics()
+    budget = ByteBudget(2 * len(_CHUNK), metrics.count_refusals)
     with budget.share() as other:
         budget.take(other, UNCOUNTED + budget.limit)
         assert await _status(budget, 3) == 503
     assert await _status(budget, 3) == 200
+    counted = metrics.registry.get_sample_value
+    assert counted("outrider_requests_refused_total", {"code": "overloaded"}) == 1
+    assert counted("outrider_requests_refused_by_limit_total", {"limit": "request"}) == 1
 
 
 @pytest.mark.parametrize(
