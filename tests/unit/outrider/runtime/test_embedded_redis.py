@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ def test_it_has_no_port_and_a_socket_of_our_own() -> None:
             assert path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) == 0, path
             assert path.stat().st_uid == os.getuid()
     assert not socket_of(url).parent.exists()
+
+
+@pytest.mark.parametrize("name", ["a#", "a?", "a%41 "])
+def test_its_url_leads_to_folders_of_any_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a URL ends at # and ?, and %41 is an A there."""
+    with tempfile.TemporaryDirectory(prefix=name) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with embedded_redis() as url:
+            assert pid_of(url)
 
 
 def test_what_is_written_outlives_a_crash(tmp_path: Path) -> None:
