@@ -37,8 +37,7 @@ def _defaults_from(context: typer.Context, config: str) -> str:
     """Use a file's values as defaults of the flags."""
     if config:
         given, _ = read_file(Path(config))
-        flags = {parameter.name: parameter.opts[0].lstrip("-") for parameter in context.command.params}
-        known = {name: flag for name, flag in flags.items() if flag not in ("config", "set", "help")}
+        known = {one.name: one.opts[0][2:] for one in context.command.params if one.name not in ("config", "settings")}
         for name in given:
             if name not in known:
                 near = suggestion(name, [*known.values(), *KINDS])
@@ -244,7 +243,7 @@ class Starting:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=10, transient=True) if console.is_terminal else None
+        self._live = Live(console=console, refresh_per_second=10, transient=True) if console.is_interactive else None
         self._printed: dict[str, str] = {}
         self._spinner = Spinner("dots")
 
@@ -268,11 +267,11 @@ class Starting:
             if self._printed.get(child.name) != child.state:
                 self._printed[child.name] = child.state
                 if self._live is None:
-                    self._console.print(f"{child.name}: {child.state} {child.address}".rstrip())
+                    self._console.print(escape(f"{child.name}: {child.state} {child.address}".rstrip()))
 
     def _table(self, running: Stack) -> Group:
         table = Table(box=None, show_header=False)
         for child in running.children:
             mark = "[green]●[/green]" if child.ready.is_set() else self._spinner
-            table.add_row(mark, child.name, child.state, child.address)
+            table.add_row(mark, child.name, escape(child.state), child.address)
         return Group(table)

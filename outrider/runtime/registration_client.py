@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import grpc
 import structlog
 
 from outrider.base.aio import cancel_all
+from outrider.base.logs import report_progress
 from outrider.base.rpc_status import error_from_rpc
 from outrider.protocol import convert
 from outrider.protocol.errors import ModelMismatch, Unauthenticated
@@ -48,11 +50,8 @@ class RegistrationClient:
         self._changed.set()
 
     async def run(self) -> None:
-        turn = 0
         last_error = ""
-        while self._coordinators:
-            address = self._coordinators[turn % len(self._coordinators)]
-            turn += 1
+        for address in itertools.cycle(self._coordinators):
             try:
                 await self._report_to(address)
             except grpc.aio.AioRpcError as lost:
@@ -61,6 +60,7 @@ class RegistrationClient:
                     last_error = error.message
                     level = log.error if isinstance(error, ModelMismatch | Unauthenticated) else log.info
                     level("not registered", coordinator=address, error=last_error)
+                    report_progress(f"not registered: {last_error}")
             except asyncio.InvalidStateError:
                 log.info("registration ended during a write", coordinator=address)
             await asyncio.sleep(RETRY_S)

@@ -456,7 +456,9 @@ async def test_other_vocabulary_is_refused_naming_the_first_difference(
     assert request.worker.worker_id not in await known(house)
 
 
-async def test_drafter_learns_the_first_difference_of_a_large_vocabulary(house: House, loaded: LoadedModel) -> None:
+async def test_drafter_learns_the_first_difference_of_a_large_vocabulary(
+    house: House, loaded: LoadedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It differs early, and the drafter is still showing the rest when it is refused."""
     vocabulary = Vocabulary((*loaded.vocabulary.tokens[:3], "three", *(f"token {i} " * 20 for i in range(100_000))))
     model = ModelInfo("large", "large", vocabulary_digest=vocabulary.digest)
@@ -475,6 +477,7 @@ async def test_drafter_learns_the_first_difference_of_a_large_vocabulary(house: 
             await asyncio.gather(running, return_exceptions=True)
     messages = [entry["error"] for entry in logs if entry["event"] == "not registered"]
     assert "first at token id 3" in messages[0]
+    assert f"progress: not registered: {messages[0]}" in capsys.readouterr().out, "which `outrider up` shows"
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from outrider.base.config import PREFIX
 from outrider.cli import up
 from outrider.cli.app import app
-from outrider.launch.stack import LaunchPlan
+from outrider.launch.stack import Child, LaunchPlan, Stack
 from outrider.protocol.errors import InvalidRequest, StartupError
 
 FILE = """
@@ -180,3 +182,15 @@ def test_a_demo_of_no_tokens_starts_nothing(plans: list[LaunchPlan], number: str
     assert isinstance(result.exception, InvalidRequest)
     assert f"max_tokens is {number}" in result.exception.message
     assert not plans
+
+
+@pytest.mark.parametrize(("terminal", "term"), [(False, "xterm"), (True, "xterm"), (True, "dumb")])
+def test_a_stage_is_shown_as_the_service_told_it(terminal: bool, term: str, tmp_path: Path) -> None:
+    """Its text may hold brackets, as tokens do, which are marks of the display's own. A simple terminal has lines."""
+    output = io.StringIO()
+    child = Child("drafter-1", [], tmp_path / "log", {}, state="not registered: first at token id 3: '[/INST]'")
+    running = Stack(LaunchPlan(), "", tmp_path)
+    running.children.append(child)
+    with up.Starting(Console(file=output, force_terminal=terminal, width=100, _environ={"TERM": term})) as view:
+        view.tick(running)
+    assert child.state in output.getvalue()
