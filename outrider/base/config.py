@@ -176,8 +176,8 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
         try:
             require_keys_or_insecure(made)
             run(made)
-        except OutriderError as error:
-            typer.echo(f"{program}: {error.message}", err=True)
+        except (OutriderError, OSError) as error:  # such as a folder that cannot be written
+            typer.echo(f"{program}: {error}", err=True)
             sys.exit(1)
 
     parameters = [_parameter(name, field) for name, field in settings.model_fields.items()]
