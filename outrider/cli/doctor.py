@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import socket
 import sys
@@ -16,7 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from outrider.base.config import home, option, redis_url
 from outrider.cli import options
@@ -50,8 +51,9 @@ def doctor(
 ) -> None:
     """Check Python, torch, device, memory, disk, model files, Redis, ports and running peers."""
     client = options.connect(context.params)
-    findings = [*_python(), *_torch(), *_memory(), *_models(target), *_redis(), *_port(port), *_peers(client, endpoint)]
-    table = Table("", "", "", "what to do", box=None)
+    findings = [Finding("python", "ok", platform.python_version())]
+    findings += [*_torch(), *_memory(), *_models(target), *_redis(), *_port(port), *_peers(client, endpoint)]
+    table = Table("", "", Column("", overflow="fold"), Column("what to do", overflow="fold"), box=None)
     marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad[/red]"}
     for finding in findings:
         table.add_row(marks[finding.state], finding.name, escape(finding.text), escape(finding.advice))
@@ -62,11 +64,6 @@ def doctor(
 
 def _judged(name: str, good: bool, text: str, advice: str = "", fault: str = "bad") -> Finding:
     return Finding(name, "ok", text) if good else Finding(name, fault, text, advice)
-
-
-def _python() -> Iterator[Finding]:
-    found = ".".join(map(str, sys.version_info[:3]))
-    yield _judged("python", sys.version_info >= (3, 11), found, "install Python 3.11 or newer")
 
 
 def _torch() -> Iterator[Finding]:
@@ -93,7 +90,8 @@ def _kernels() -> Iterator[Finding]:
     try:
         build.library()
     except build.NoCompiler as error:
-        yield Finding("kernels", "note", str(error), "install one for full speed on a CPU (Debian: gcc)")
+        advice = "install one for full speed on a CPU (Debian: gcc)" if "no C compiler" in str(error) else ""
+        yield Finding("kernels", "note", str(error), advice)
         return
     yield Finding("kernels", "ok", "the native engine can run here")
 
@@ -102,21 +100,22 @@ def _memory() -> Iterator[Finding]:
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = 1024 * int(fields["MemAvailable"].split()[0])  # with the page cache, which the kernel gives up
     yield _judged("memory", free >= _NEEDED, f"{free / _GIB:.1f} GiB available", "the default pair needs 2 GiB")
-    folder = next(path for path in (home(), *home().parents) if path.exists())
-    disk = shutil.disk_usage(folder).free
-    advice = "free some space, or set OUTRIDER_HOME to another disk"
-    yield _judged("disk", disk >= _NEEDED, f"{disk / _GIB:.1f} GiB free for {home()}", advice)
+    folder = next(path for path in (home(), *home().parents) if os.path.exists(path))
+    disk, writable = shutil.disk_usage(folder).free, os.access(folder, os.W_OK)
+    text = f"{disk / _GIB:.1f} GiB free for {home()}{'' if writable else ', which cannot be written'}"
+    advice, fault = "free some space, or set OUTRIDER_HOME to another disk", "bad" if writable else "note"
+    yield _judged("disk", writable and disk >= _NEEDED, text, advice, fault)
 
 
 def _models(target: str) -> Iterator[Finding]:
     if target == DEFAULT:
-        there = (default_path() / "config.json").is_file()
+        there = os.path.isfile(default_path() / "config.json")  # False where the folder may not be entered
         yield _judged("target", there, str(default_path()), "run: outrider models fetch", fault="note")
         return
     try:
         path = locate(target, lambda _: None)
-    except StartupError as error:
-        yield Finding("target", "bad", error.message, "use an existing path, or a hub id")
+    except (StartupError, OSError) as error:
+        yield Finding("target", "bad", str(error), "use an existing path, or a hub id")
         return
     yield Finding("target", "ok", f"{path} is used as a hub id" if isinstance(path, str) else str(path))
 

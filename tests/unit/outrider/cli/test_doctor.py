@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 from outrider.cli import doctor
 from outrider.cli.app import app
+from outrider.engine.native import build
 
 
 @pytest.mark.parametrize(
@@ -42,3 +45,43 @@ def test_memory_that_caches_files_is_available(monkeypatch: pytest.MonkeyPatch) 
 def test_a_port_that_cannot_be_is_not_in_use(port: str) -> None:
     result = CliRunner().invoke(app, ["doctor", f"--port={port}"])
     assert (result.exit_code, "Invalid value for '--port'" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize(("entered", "written"), [(False, False), (True, False), (True, True)])
+def test_a_home_that_cannot_be_used_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, entered: bool, written: bool
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("OUTRIDER_HOME", str(home))
+    monkeypatch.setattr(os, "access", lambda *_: written)
+    if not entered:
+        monkeypatch.setattr(Path, "stat", _locked)
+    disk = next(finding for finding in doctor._memory() if finding.name == "disk")
+    assert (disk.state == "ok", "cannot be written" in disk.text) == (written, not written)
+    assert [finding.state for finding in doctor._models(doctor.DEFAULT)] == ["note"]
+
+
+def _locked(path: Path, **_: object) -> os.stat_result:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+
+@pytest.mark.parametrize(
+    ("fault", "compiler"), [("the kernels cannot be kept: [Errno 30]", False), ("there is no C compiler (cc)", True)]
+)
+def test_a_compiler_is_asked_for_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, fault: str, compiler: bool
+) -> None:
+    def library() -> None:
+        raise build.NoCompiler(fault)
+
+    monkeypatch.setattr(build, "library", library)
+    (found,) = doctor._kernels()
+    assert ("gcc" in found.advice, fault in found.text) == (compiler, True)
+
+
+def test_no_path_is_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / ("x" * 100)))
+    for name in ("_torch", "_memory", "_redis"):
+        monkeypatch.setattr(doctor, name, lambda: ())
+    result = CliRunner().invoke(app, ["doctor", "--endpoint", "127.0.0.1:1"], env={"COLUMNS": "80"})
+    assert result.output.count("x") >= 100
