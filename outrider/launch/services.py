@@ -158,13 +158,13 @@ def has_gpu() -> bool:
 
 def ignored_variable_hints(read: Iterable[object]) -> list[str]:
     """Return a hint for each OUTRIDER_ variable that `up` ignores and a service started by hand would read."""
-    names = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in read)
     hints = []
-    for name in names:
+    for name in sorted(name for name in os.environ if name.startswith(PREFIX) and name not in read):
         setting = name.removeprefix(PREFIX).lower()
-        kinds = [kind for kind, settings in KINDS.items() if setting in settings.model_fields.keys() - SET_BY_UP[kind]]
+        kinds = [kind for kind, settings in KINDS.items() if setting in settings.model_fields]
         if kinds:
-            hints.append(f"{name} is not read here: --set {kinds[0]}.{setting.replace('_', '-')}=...")
+            instead = SET_BY_UP[kinds[0]].get(setting, f"--set {kinds[0]}.{_form(setting)}=...")
+            hints.append(f"{name} is not read here: {instead}")
         elif name not in VARIABLES:
             raise _refused("environment", name, "is unknown", VARIABLES)
     return hints

@@ -240,10 +240,13 @@ def test_keys_and_doors_are_checked_before_anything_starts(tmp_path: Path) -> No
 
 
 def test_a_variable_that_is_not_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GAMMA_MAX", "HOST", "MAX_TOKENS"):
+    for name in ("GAMMA_MAX", "HOST", "MAX_TOKENS", "REDIS_URL"):
         monkeypatch.setenv(PREFIX + name, "1")
     hints = services.ignored_variable_hints({"OUTRIDER_HOST"})
-    assert hints == ["OUTRIDER_GAMMA_MAX is not read here: --set coordinator.gamma-max=..."]
+    assert hints == [
+        "OUTRIDER_GAMMA_MAX is not read here: --set coordinator.gamma-max=...",
+        "OUTRIDER_REDIS_URL is not read here: the variable REDIS_URL",
+    ]
     monkeypatch.setenv("OUTRIDER_TARGETT", "x")
     with pytest.raises(StartupError, match="OUTRIDER_TARGETT is unknown; did you mean OUTRIDER_TARGET"):
         services.ignored_variable_hints({"OUTRIDER_HOST"})
