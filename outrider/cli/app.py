@@ -18,7 +18,7 @@ app = typer.Typer(
     name="outrider",
     help="Disaggregated, lossless speculative decoding: a drafter guesses, a verifier checks, a coordinator streams."
     "\n\n"
-    'Start with `outrider up`, then `outrider generate "Hello"` in another terminal. Flags of services, `up`, '
+    'Start with `outrider up`, then `outrider generate "Hello"` in another terminal. Most flags of services, `up`, '
     "`generate`, `chat` and `bench` have environment variables: --max-tokens is OUTRIDER_MAX_TOKENS.",
     no_args_is_help=True,
     rich_markup_mode="markdown",

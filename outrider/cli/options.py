@@ -26,7 +26,7 @@ TlsCa = Annotated[str, option("--tls-ca", "PEM file: authority of the coordinato
 TlsCert = Annotated[str, option("--tls-cert", "PEM file: client certificate, if the coordinator requires one.")]
 TlsKey = Annotated[str, option("--tls-key", "PEM file: private key of --tls-cert.")]
 TlsName = Annotated[str, option("--tls-name", "Name in the coordinator's certificate. Default: host of --endpoint.")]
-Model = Annotated[str, option("--model", "Target, by name or alias, where a fleet has several.")]
+Model = Annotated[str, option("--model", "Target, by name or alias, where a fleet has several.", envvar=None)]
 MaxTokens = Annotated[int, option("--max-tokens", "Maximum number of tokens to generate.")]
 Temperature = Annotated[float, option("--temperature", "0 is greedy: the most likely token.")]
 TopK = Annotated[int, option("--top-k", "Draw from this many most likely tokens; 0: all.")]

@@ -85,7 +85,7 @@ TlsCa = Annotated[str, option("--tls-ca", "With --endpoint: PEM file with the au
 TlsCert = Annotated[str, option("--tls-cert", "With --endpoint: PEM file with a client certificate.", **_PANEL)]
 TlsKey = Annotated[str, option("--tls-key", "With --endpoint: PEM file with its private key.", **_PANEL)]
 TlsName = Annotated[str, option("--tls-name", "With --endpoint: name in the certificate.", **_PANEL)]
-Model = Annotated[str, option("--model", "With --endpoint: target, by name or alias.", **_PANEL)]
+Model = Annotated[str, option("--model", "With --endpoint: target, by name or alias.", envvar=None, **_PANEL)]
 
 
 @dataclass(frozen=True, slots=True)

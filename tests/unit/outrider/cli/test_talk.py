@@ -125,16 +125,20 @@ def _read_until(terminal: int, *ends: str) -> str:
     return shown
 
 
-def test_generate_takes_no_drafter_or_stop_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OUTRIDER_DRAFTER says which drafter `outrider up` starts, and a variable could not hold a stop with a blank."""
+def test_generate_takes_no_drafter_model_or_stop_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OUTRIDER_DRAFTER says which drafter `outrider up` starts, OUTRIDER_MODEL which model a drafter runs.
+
+    A variable could not hold a stop with a blank.
+    """
     sent: list[dict[str, Any]] = []
     monkeypatch.setattr(talk.options, "connect", lambda _: Coordinator())
     monkeypatch.setattr(talk, "_stream", lambda client, request, **_: sent.append(request))
     monkeypatch.setenv("OUTRIDER_DRAFTER", "auto")
+    monkeypatch.setenv("OUTRIDER_MODEL", "./Small")
     monkeypatch.setenv("OUTRIDER_STOP", "10 1")
     result = CliRunner().invoke(app, ["generate", "x"])
     assert result.exit_code == 0, result.output
-    assert sent[0]["drafter"] == ""
+    assert (sent[0]["drafter"], sent[0]["model"]) == ("", "")
     assert sent[0]["params"].stop == ()
 
 
