@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 
+import httpx2 as httpx
 import pytest
 import pytest_asyncio
 
@@ -20,7 +21,7 @@ from tests.contract.test_observability import PROMPT, Page, Watched, expressions
 
 _RATE = re.compile(r"sum\(rate\((?P<name>\w+)(?P<labels>\{[^}]*\})?\[\w+\]\)\)")
 _ABOVE = re.compile(r"(?P<name>outrider_\w+) > (?P<limit>[\d.]+)")
-_MATCHER = re.compile(r'(\w+)(=~|!=|=)"([^"]*)"')
+_MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
 _FEW_TOKENS = 512  # of the verifier's cache
 
 
@@ -46,7 +47,7 @@ def selected(page: Page, selector: re.Match[str]) -> float:
 
 
 def matches(value: str, operator: str, wanted: str) -> bool:
-    return (re.fullmatch(wanted if operator == "=~" else re.escape(wanted), value) is None) == (operator == "!=")
+    return (re.fullmatch(wanted if "~" in operator else re.escape(wanted), value) is None) == ("!" in operator)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -54,7 +55,7 @@ async def small(
     loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Watched]:
     """A verifier that has a place for one session and lets none wait."""
-    settings = CoordinatorSettings(http_port=-1, heartbeat_ms=100)
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=100)
     service, port = CoordinatorService(settings, redis_server.url), free_port()
     limits = {"max_sessions": 1, "max_waiting": 0, "kv_tokens": _FEW_TOKENS, "metrics_port": port}
     async with (
@@ -73,6 +74,21 @@ async def test_an_overload_is_no_failure(small: Watched, loaded: LoadedModel) ->
             calls = [generate(stub, ask(PROMPT, max_tokens=100, ignore_eos=True)) for _ in range(4)]
             ends = await asyncio.gather(*calls, return_exceptions=True)
     assert sum(isinstance(end, Overloaded) for end in ends) == 3
+    after = small.page("coordinator")
+    assert fires("OutriderOverloaded", before, after)
+    assert not fires("OutriderRequestsFail", before, after)
+
+
+async def test_a_deadline_in_the_queue_is_an_overload_too(small: Watched, loaded: LoadedModel) -> None:
+    before = small.page("coordinator")
+    async with client(small.address) as stub, httpx.AsyncClient(base_url=f"http://{small.service.http_address}") as web:
+        with slowed(loaded, 0.02):
+            first = asyncio.ensure_future(generate(stub, ask(PROMPT, max_tokens=100, ignore_eos=True)))
+            assert await soon(lambda: any(not session.stats.waiting for session in small.service.sessions.live), 20)
+            late = {"json": {"prompt": PROMPT, "max_tokens": 4, "priority": 1}, "headers": {"X-Request-Timeout": "0.3"}}
+            reply = await web.post("/v1/completions", **late)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (504, "expired")
+            await first
     after = small.page("coordinator")
     assert fires("OutriderOverloaded", before, after)
     assert not fires("OutriderRequestsFail", before, after)
