@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import accumulate
 from typing import Any
 
 from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -38,13 +41,12 @@ def show_text(console: Console, text: str) -> None:
     console.file.flush()
 
 
-def coloured(tokens: Tokens) -> Text:
-    text = Text()
-    start = 0
-    for kind, count in zip(tokens.kinds, tokens.characters, strict=True):
-        text.append(printable(tokens.text[start : start + count]), STYLES[kind])
-        start += count
-    return text
+def coloured(tokens: Tokens) -> Segments:
+    """Return a chunk in colours. In a `Text`, tabs would become spaces as if the chunk began a line."""
+    parts = zip(tokens.kinds, tokens.characters, accumulate(tokens.characters), strict=True)
+    return Segments(
+        Segment(printable(tokens.text[end - count : end]), Style.parse(STYLES[kind])) for kind, count, end in parts
+    )
 
 
 def summary(stats: GenerationStats, finished: Finished) -> str:

@@ -95,8 +95,6 @@ class Child:
     process: subprocess.Popen[str] | None = None
 
     def last_log_lines(self) -> str:
-        if not self.log.exists():
-            return ""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
 
 

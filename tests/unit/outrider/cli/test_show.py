@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -36,3 +37,18 @@ def test_a_text_is_piped_as_the_target_wrote_it(colour: bool) -> None:
     out = io.StringIO()
     show_text(Console(file=out, force_terminal=True), text)
     assert out.getvalue() == "\tprint(s[1:100:2])\\x0d\n\\x0c:smile: [b]x[/b]"
+
+
+def test_colours_change_no_text() -> None:
+    """Rich makes of a tab as many spaces as fit where the chunk begins a line."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=40, color_system="standard", _environ={})
+    for text in ("def f():\n", "\treturn 1\t# one, in a line that is longer than the terminal is broad\n", "\tx"):
+        kinds = (TokenKind.ACCEPTED, TokenKind.PLAIN)
+        show_tokens(console, Tokens(0, text, (1, 2), kinds, (1, len(text) - 1)), colour=True)
+    assert "\x1b[32md\x1b[0m\x1b[2mef" in out.getvalue()
+    assert re.sub("\x1b\\[[0-9]*m", "", out.getvalue()).splitlines() == [
+        "def f():",
+        "\treturn 1\t# one, in a line that is longer than the terminal is broad",
+        "\tx",
+    ]
