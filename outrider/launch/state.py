@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.base.atomic_files import atomic_write
 from outrider.base.config import home
 from outrider.protocol.errors import StartupError
 
@@ -37,10 +38,9 @@ class StateFolder:
     def key(self, name: str) -> Path:
         """Return the file of a secret, generated at the first call."""
         file = self.folder / name
-        if not file.exists() or not file.stat().st_size:  # or a first run was interrupted
-            given = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(given, "w") as writing:
-                writing.write(secrets.token_urlsafe(32) + "\n")
+        if not file.exists() or not file.stat().st_size:  # or a first run of an earlier version was interrupted
+            with atomic_write(file) as new:
+                new.write_text(secrets.token_urlsafe(32) + "\n")
         file.chmod(0o600)
         return file
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import stat
 import tempfile
@@ -146,6 +147,19 @@ def test_a_key_that_an_interrupted_run_left_empty_is_made(tmp_path: Path) -> Non
         key = mine.key("fleet-key")
         assert len(key.read_text().strip()) >= 32
         assert key.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_is_told_by_the_path_of_the_key(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with state_folder(str(tmp_path / "mine"), 0) as mine:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+            with pytest.raises(StartupError) as told:
+                mine.key("fleet-key")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert str(mine.folder / "fleet-key") in told.value.message
+        assert len(mine.key("fleet-key").read_text().strip()) >= 32
 
 
 def test_a_named_state_folder_that_is_held_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
