@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from outrider.protocol.errors import StartupError
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary file that replaces `path` if the block succeeds. Raise StartupError for a full disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # containers have processes of equal ids
     try:
         yield temporary
         with temporary.open("rb") as written:
