@@ -467,6 +467,8 @@ def test_values_reach_the_services(etc: Path) -> None:
     assert (drafter.kind, drafter.model) == ("suffix+model", "/models/small")
     assert all(settings.drain_s == 30 for settings in (coordinator, verifier, drafter))
     assert parsed(render(), "verifier", etc).log_json
+    assert {parsed(render(), role, etc).host for role in ROLES} == {"0.0.0.0"}
+    assert {parsed(render({"host": "::"}), role, etc).host for role in ROLES} == {"::"}, "pods may have IPv6 alone"
 
 
 # What the chart sets by itself, from other values.
@@ -825,6 +827,13 @@ def test_notes_name_what_there_is(rendered: Rendered) -> None:
     assert "{{" not in rendered.notes
 
 
+@pytest.mark.parametrize("client_auth", [False, True])
+def test_notes_show_a_clients_certificate_where_it_needs_one(client_auth: bool) -> None:
+    notes = render({"tls": {"secretName": "outrider-tls", "clientAuth": client_auth}}).notes
+    assert ("curl --cacert ca.crt --cert tls.crt --key tls.key https:" in notes) == client_auth
+    assert ("curl --cacert ca.crt https:" in notes) != client_auth
+
+
 WRONG: list[tuple[Object, str]] = [
     ({"verifer": {}}, "verifer"),
     ({"verifier": {"replica": 2}}, "replica"),
@@ -836,6 +845,7 @@ WRONG: list[tuple[Object, str]] = [
     ({"verifier": {"settings": {"own-drafter": True}}}, "own-drafter"),
     ({"drafter": {"settings": {"threads": [1]}}}, "threads"),
     ({"settings": {"port": 1}}, "port"),
+    ({"host": "localhost"}, "host"),
     ({"drafter": {"apart": "never"}}, "apart"),
     ({"verifier": {"gpu": {"count": 0.5}}}, "count"),
     ({"verifier": {"vllm": {"nodes": 0}}}, "nodes"),

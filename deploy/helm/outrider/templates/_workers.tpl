@@ -131,7 +131,7 @@ spec:
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       args:
         - {{ $component }}
-        - --host=0.0.0.0
+        - {{ printf "--host=%s" $root.Values.host | quote }}
         - --port={{ $port }}
         - --metrics-port={{ $metrics }}
         - --coordinators={{ $full }}-registry:50050
