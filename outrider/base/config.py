@@ -84,7 +84,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all of IPv4, :: for all.")
     port: int = Field(0, ge=0, le=65535, description="Port for gRPC; 0 takes a free one.")
     insecure: bool = Field(False, description="Allow --host other than loopback without keys.")
     max_message_mib: int = Field(32, ge=1, le=512, description="Maximum size of a gRPC message, MiB.")

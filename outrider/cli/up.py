@@ -55,7 +55,7 @@ def up(
     verifiers: Annotated[int, option("--verifiers", "Number of verifiers of each target.", min=1)] = 1,
     drafters: Annotated[int, option("--drafters", "Number of drafters of each kind and target.", min=0)] = 1,
     coordinators: Annotated[int, option("--coordinators", "Number of coordinators.", min=1)] = 1,
-    host: Annotated[str, option("--host", "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    host: Annotated[str, option("--host", "Address to listen on; 0.0.0.0 for all of IPv4, :: for all.")] = "127.0.0.1",
     insecure: Annotated[bool, option("--insecure", "Allow a --host other than loopback without API keys.")] = False,
     port: Port = 50050,
     http_port: Annotated[
