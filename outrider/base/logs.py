@@ -110,5 +110,5 @@ def _without_peer_traceback(record: logging.LogRecord) -> bool:
 
 def report_progress(text: str) -> None:
     """Print a stage of the start on standard output; `outrider up` shows it next to the service's name."""
-    with contextlib.suppress(OSError):  # a closed pipe must not end the process
+    with contextlib.suppress(OSError, UnicodeError):  # a closed pipe or a locale must not end the process
         print(f"progress: {text}", flush=True)

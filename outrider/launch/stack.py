@@ -203,7 +203,7 @@ class Stack:
                 child.command,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                text=True,
+                errors="replace",
                 env=inherited_environment() | child.secrets,
                 start_new_session=True,  # Ctrl-C reaches only this process, which stops them in order
                 preexec_fn=ending_with_parent(),

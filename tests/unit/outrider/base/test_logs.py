@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -77,6 +78,13 @@ report_progress("no room")
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 log.info("after")
 """
+
+
+def test_a_stage_that_a_locale_cannot_write_costs_nothing() -> None:
+    program = "from outrider.base.logs import report_progress as r; r('loading /models/grün'); r('ready')"
+    variables = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("progress: ready\n", 0), done.stderr
 
 
 def test_a_full_disk_costs_log_lines_and_nothing_else(tmp_path: Path) -> None:

@@ -186,6 +186,16 @@ def test_the_output_of_a_process_that_ended_is_closed(tmp_path: Path) -> None:
     until(lambda: output.closed, 5, "its output to be closed")
 
 
+def test_a_stage_that_is_not_utf_8_is_no_obstacle(tmp_path: Path) -> None:
+    """Such as the path of a model from a machine with another locale."""
+    output = b"progress: loading /models/gr\xfcn\nprogress: ready at 127.0.0.1:5\n"
+    child = Child("a", [sys.executable, "-c", f"import os; os.write(1, {output!r})"], tmp_path / "a.log", {})
+    Stack(replace(PLAN, port=0), "", tmp_path)._launch(child)
+    assert child.ready.wait(10)
+    assert child.process is not None
+    child.process.wait()
+
+
 @pytest.mark.parametrize(("drain_s", "status"), [(5.0, 7), (0.0, -signal.SIGKILL)])
 def test_stopping_waits_for_the_longest_drain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drain_s: float, status: int
