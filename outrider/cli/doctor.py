@@ -129,8 +129,7 @@ def _redis() -> Iterator[Finding]:
             redis.Redis.from_url(address, socket_timeout=2, socket_connect_timeout=2).ping()
     except (StartupError, redis.RedisError, OSError, ValueError, TypeError) as error:
         advice = "start it, or unset REDIS_URL to use the embedded one" if url else "set REDIS_URL to one of your own"
-        wrong = isinstance(error, ValueError | TypeError)  # its text may hold part of a password
-        found = "not a valid URL" if wrong else error
+        found = "not a valid URL" if isinstance(error, ValueError | TypeError) else error  # those may hold a password
         yield Finding("redis", "bad", f"{_redacted(url) if url else 'embedded'}: {found}", advice)
         return
     yield Finding("redis", "ok", _redacted(url) if url else "embedded (no REDIS_URL): starts and answers")

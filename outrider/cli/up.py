@@ -15,6 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from outrider.base.config import option, redis_url
+from outrider.base.logs import set_up_logs
 from outrider.base.processes import end_on_signals
 from outrider.cli import options
 from outrider.cli.show import LEGEND, show_text, show_tokens, summary
@@ -126,6 +127,7 @@ def up(
     for hint in ignored_variable_hints({parameter.envvar for parameter in context.command.params}):
         console.print(f"[yellow]note[/yellow]  {hint}", soft_wrap=True)
     end_on_signals()
+    set_up_logs("info", as_json=False, service="up")  # a full disk then costs lines, not the watch over Redis
     try:
         with Starting(console) as view, stack(plan, view.tick) as running:
             view.done()

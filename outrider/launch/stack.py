@@ -94,9 +94,6 @@ class Child:
     ready: threading.Event = field(default_factory=threading.Event)
     process: subprocess.Popen[str] | None = None
 
-    def last_log_lines(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-
 
 class Stack:
     """Running processes. `children` change as the processes report progress; displays poll them."""
@@ -183,7 +180,8 @@ class Stack:
     def _raise_for_dead(self) -> None:
         for child in self.children:
             if child.process is not None and child.process.poll() is not None:
-                raise StartupError(f"{child.name} ended {_way_of(child.process)}:\n{child.last_log_lines()}")
+                lines = child.log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+                raise StartupError("\n".join([f"{child.name} ended {_way_of(child.process)}:", *lines]))
 
     def _spawn(self, name: str, service: str, /, **settings: Any) -> None:
         """Start a process outside the plan."""
@@ -331,7 +329,8 @@ def watch(running: Stack, report: Callable[[str], None]) -> None:
     while True:
         time.sleep(_RESTART_S)
         for child in running.restart_dead():
-            report(f"{child.name} {child.state}")
+            with contextlib.suppress(OSError):  # a full disk or a closed terminal must not end the others
+                report(f"{child.name} {child.state}")
 
 
 def _with_port(command: list[str], flag: str, address: str) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from outrider.cli import up
 from outrider.cli.app import app
 from outrider.launch.stack import Child, LaunchPlan, Stack
 from outrider.protocol.errors import InvalidRequest, StartupError
+from tests.cluster import ROOT
 
 FILE = """
 target = "./Big"
@@ -47,6 +50,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[LaunchPlan]:
 
     monkeypatch.setattr(up, "stack", pretend)
     monkeypatch.setattr(up, "end_on_signals", lambda: None)
+    monkeypatch.setattr(up, "set_up_logs", lambda *_, **__: None)
     return caught
 
 
@@ -194,3 +198,36 @@ def test_a_stage_is_shown_as_the_service_told_it(terminal: bool, term: str, tmp_
     with up.Starting(Console(file=output, force_terminal=terminal, width=100, _environ={"TERM": term})) as view:
         view.tick(running)
     assert child.state in output.getvalue()
+
+
+_ON_A_FULL_DISK = """
+import contextlib, os, signal, sys
+import redis
+from outrider.cli import app, up
+from outrider.runtime.embedded_redis import embedded_redis
+from tests.cluster import until
+
+def pid(url):
+    with contextlib.suppress(redis.ConnectionError), redis.Redis.from_url(url) as asking:
+        return asking.info("server")["process_id"]
+
+@contextlib.contextmanager
+def stack(plan, tick):
+    with embedded_redis() as url:
+        os.kill(first := pid(url), signal.SIGKILL)
+        until(lambda: pid(url) not in (None, first), 20, "another Redis")
+    raise SystemExit(7)
+    yield
+
+up.stack = stack
+sys.argv = ["outrider", "up", "--engine", "mock"]
+app.main()
+"""
+
+
+def test_redis_is_started_again_where_no_line_can_be_written() -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    with open("/dev/full", "wb") as full:
+        line = [sys.executable, "-c", _ON_A_FULL_DISK]
+        done = subprocess.run(line, stdout=full, stderr=full, env=variables, cwd=ROOT, check=False)
+    assert done.returncode == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from outrider.launch.stack import (
     coordinators,
     refuse_equal_targets,
     stack,
+    watch,
     with_certificate,
     with_generated_keys,
     workers,
@@ -194,6 +196,26 @@ def test_a_stage_that_is_not_utf_8_is_no_obstacle(tmp_path: Path) -> None:
     assert child.ready.wait(10)
     assert child.process is not None
     child.process.wait()
+
+
+def test_a_line_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk or a closed terminal is no reason to end the services that run."""
+    monkeypatch.setattr("outrider.launch.stack._RESTART_S", 0.1)
+    running = Stack(replace(PLAN, port=0), "", tmp_path)
+    running.children.append(Child("a", [sys.executable, "-c", ""], tmp_path / "a.log", {}))
+    running._launch(running.children[0])
+    lines: list[str] = []
+
+    def report(line: str) -> None:
+        lines.append(line)
+        raise OSError(errno.ENOSPC, "No space left on device") if len(lines) < 2 else KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            watch(running, report)
+    finally:
+        running.stop()
+    assert lines == ["a died with status 0, restarting"] * 2
 
 
 @pytest.mark.parametrize(("drain_s", "status"), [(5.0, 7), (0.0, -signal.SIGKILL)])
