@@ -6,24 +6,20 @@ The verifier enforces the grammar. A guess against it costs only time: a drafter
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
 
 from outrider.models.hub import DEFAULT, DEFAULT_NAME, default_path, locate
 from outrider.models.tokenizer import tokenizer_json
-from outrider.protocol.errors import InvalidRequest, StartupError
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher, Masks
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = structlog.get_logger(__name__)
 
@@ -96,22 +92,19 @@ class TargetGrammars:
         return GrammarCursor(await grammars.compile_async(params, tokens[prompt_length:]), len(tokens))
 
     def _load(self, digest: str, eos_ids: tuple[int, ...]) -> GrammarCompiler | None:
-        for tokenizer in self._tokenizers():
-            if Vocabulary.of(tokenizer).digest == digest:
-                return GrammarCompiler(partial(tokenizer_json, tokenizer), eos_ids)
-        log.warning("target's tokenizer not found, drafting without grammars; set --target")
-        return None
-
-    def _tokenizers(self) -> Iterator[PreTrainedTokenizerBase]:
-        """Yield the tokenizers that are available locally; nothing is downloaded."""
+        """Return the grammars of a tokenizer that is available locally; nothing is downloaded."""
         from transformers import AutoTokenizer  # here: half a second, for sessions with a grammar alone
 
         for name in self._names:
             try:
-                path = _local_path(name)
-                yield AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-            except (OSError, ValueError, KeyError, StartupError) as error:
+                path = str(_local_path(name))
+                tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+                if Vocabulary.of(tokenizer).digest == digest:
+                    return GrammarCompiler(partial(tokenizer_json, tokenizer), eos_ids)
+            except Exception as error:  # the library may raise anything for files that it cannot read
                 log.debug("tokenizer not loaded", name=name, error=str(error))
+        log.warning("target's tokenizer not found, drafting without grammars; set --target")
+        return None
 
 
 def _local_path(name: str) -> Path | str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from drafter.grammar import GrammarCursor
+from drafter.grammar import GrammarCursor, TargetGrammars
 from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.sampling_params import Grammar, SamplingParams
+from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher
 from outrider.testing.toy_models import byte_tokenizer
 
@@ -85,3 +87,12 @@ def test_a_cheap_grammar_masks_every_path_after_a_few_drafts(masked: list[tuple[
     assert drafts > 1, "the first ones are careful"
     assert allowed is not None
     assert {frozenset(np.flatnonzero(mask)) for mask in allowed} == {frozenset((A, B, END))}
+
+
+async def test_a_tokenizer_that_cannot_be_read_counts_as_none(tmp_path: Path) -> None:
+    """The library raises a plain Exception for a form of tokenizer.json that is newer than it."""
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "of tomorrow"}, "added_tokens": []}')
+    grammars = TargetGrammars(DrafterSettings(kind="suffix", target=str(tmp_path)))
+    for _ in range(2):
+        assert await grammars.cursor(SamplingParams(grammar=Grammar(regex="a")), PROMPT, 2, "digest", [END]) is None
