@@ -40,6 +40,7 @@ _STACK_BYTES = 512 * 1024 * 1024
 _stack = threading.Lock()
 _INTERNALS = re.compile(r"<state>|<non-verbose/>|\n +\d+ \| ")  # state, and the lines around an error
 _NAMED = re.compile(r" // ([\w-]+)\n *\^")  # the comment of the line with the error
+_NEGATIVE = re.compile(r"(?<=[\s:,[])-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")  # numbers in JSON
 
 # Whitespace between the parts of a JSON text: none, one space, or a line break with indentation.
 WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
@@ -271,6 +272,8 @@ def _has_limits_left(matcher: LLMatcher) -> bool:
 def _definition(grammar: Grammar) -> str:
     if grammar.regex:
         return LLMatcher.grammar_from_regex(grammar.regex)
+    if any(float(number) <= -(2.0**63) for number in _NEGATIVE.findall(grammar.text)):
+        raise ValueError("numbers must be above -2**63")  # llguidance would overflow the stack and end the process
     if grammar.lark:
         return LLMatcher.grammar_from_lark(grammar.lark)
     return LLMatcher.grammar_from_json_schema(grammar.json_schema or '{"type": "object"}', defaults=WHITESPACE)

@@ -367,6 +367,30 @@ def test_long_chains_end_no_process(chain: str) -> None:
     assert done.stdout.startswith("refused" if chain == "unknown" else "compiled")
 
 
+LOWEST = [
+    '{"const": -9223372036854775808}',
+    '{"type": "integer", "minimum":-1e30,"maximum":-1E+25}',
+    '{"enum":[-9223372036854775807]}',
+]
+
+
+@pytest.mark.parametrize("schema", LOWEST)
+@pytest.mark.parametrize("form", ["json_schema={!r}", "lark='start: %json ' + {!r}"])
+def test_the_lowest_numbers_end_no_process(schema: str, form: str) -> None:
+    """As above: 31 bytes of a request ended the coordinator."""
+    command = [sys.executable, "-c", CHILD % f"Grammar({form.format(schema)})"]
+    done = subprocess.run(command, input=tokenizer_json(BYTES), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("refused")
+    assert "numbers must be above -2**63" in done.stdout
+
+
+def test_numbers_in_texts_and_higher_ones_are_taken(grammars: GrammarCompiler) -> None:
+    for schema in ({"enum": ["ab-10000000000000000000", "1"]}, {"const": -9e18}, {"maximum": 1e30, "type": "integer"}):
+        assert followers(grammars.compile(asked(json_schema=json.dumps(schema))))
+    assert followers(grammars.compile(asked(regex="(at: -10000000000000000000)?")))
+
+
 def test_a_grammar_that_takes_too_much_fails_in_bounded_time(grammars: GrammarCompiler) -> None:
     params = asked(regex="((((a{100}){100}){100}){100})")
     began = time.process_time()
