@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+
+import torch
 
 from drafter.methods.registry import make
 from drafter.service import DrafterService
@@ -23,7 +24,7 @@ def build(
     """Build the service from its verifier's settings. Its metrics have the next port."""
     kind, model = choose_drafter(drafter, target)
     own = settings.model_dump(include=_SHARED, exclude_defaults=True)
-    own |= {"threads": max(1, (settings.threads or os.cpu_count() or 1) // 2)}  # the others send what was committed
+    own |= {"threads": max(1, (settings.threads or torch.get_num_threads()) // 2)}  # the others send what was committed
     own |= {"metrics_port": settings.metrics_port + 1} if settings.metrics_port else {}
     chosen = DrafterSettings(**own, kind=kind, model=model, target=target)
     progress(f"preparing the {kind} drafter")

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from drafter.beside import build
 from drafter.interface import DraftRequest
 from drafter.loop import DraftingLoop
 from drafter.methods.ngram import NgramDrafter
@@ -19,6 +20,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import DraftSteering, Guess, TokenKind, Verdict
 from outrider.settings.drafter import DrafterSettings
+from outrider.settings.verifier import VerifierSettings
 from outrider.speculation.direct import TakeGuess, TakeVerdict, VerifierBeside
 
 REPEATED = (1, 2, 3, 4, 1, 2, 3, 4)
@@ -155,3 +157,12 @@ async def test_a_drafter_whose_device_failed_ends() -> None:
     with pytest.raises(AcceleratorError):
         await asyncio.wait_for(loop.run(), 5)
     loop.stop()
+
+
+@pytest.mark.parametrize(("threads", "wanted"), [(0, 3), (1, 1), (4, 2)])
+def test_it_takes_half_of_the_verifiers_threads(threads: int, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the machine's cores: the process may be kept to a few of them."""
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 6)
+    service = build(VerifierSettings(threads=threads), "ngram", "target", Beside(), print)
+    assert service._settings.threads == wanted
