@@ -72,7 +72,8 @@ class ModelDrafter:
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         rows = self.info.vocab_size  # the target's vocabulary may have more
-        runnable = [it for it in requests if len(it.tokens) < self.info.context_length]
+        most = min(self.info.context_length, self._engine.capacity_tokens)  # a larger text would drive out all others
+        runnable = [r for r in requests if max(len(r.tokens), r.committed + len(r.open_guess.tokens)) < most]
         ids = (r.vocab_size > rows and max((*r.tokens, *r.open_guess.tokens, *r.params.logit_bias)) for r in runnable)
         runnable = [it for it, highest in zip(runnable, ids, strict=True) if highest < rows]
         results: dict[str, Guess] = {}

@@ -220,6 +220,21 @@ def test_a_long_prompt_comes_before_the_tree(loaded: LoadedModel) -> None:
     drafter.forget("long")
 
 
+@pytest.mark.parametrize("branches", [1, 2])
+def test_a_text_larger_than_the_cache_drives_out_no_other(models: Models, branches: int) -> None:
+    """Nor is its beginning computed, again and again, until the cache is full."""
+    loaded = load_model(str(models.draft), EngineOptions(device="cpu", kv_tokens=256))
+    drafter, session = drafter_of(loaded), session_of(PROMPT, 2, branches)
+    grown(drafter, session)
+    held, request = loaded.engine.length(session.key), session_of([*PROMPT] * 9, 2, branches).next_request()
+    assert request is not None
+    assert held >= len(PROMPT)
+    for large in (request, replace(request, tokens=request.tokens[:256], committed=256)):
+        assert drafter.draft([large]) == [large.chain(done=True)]
+        assert loaded.engine.length(large.session) == 0
+        assert loaded.engine.length(session.key) == held
+
+
 def test_a_place_that_is_full_ends_the_draft(loaded: LoadedModel) -> None:
     drafter = drafter_of(loaded)
     params = SamplingParams(temperature=1.0, top_k=1, seed=1)
