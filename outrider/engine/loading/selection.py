@@ -19,7 +19,7 @@ from outrider.engine.cuda.engine import CudaGraphEngine
 from outrider.engine.interface import Engine, SessionTokens
 from outrider.engine.loading.options import DTYPES, EngineOptions
 from outrider.engine.model_spec import ModelSpec, UnsupportedModel, build_spec
-from outrider.engine.native import NativeEngine, NoCompiler, dequantize
+from outrider.engine.native import KINDS, NativeEngine, NoCompiler, dequantize
 from outrider.engine.paged.arithmetic import combine
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine
@@ -31,7 +31,6 @@ from outrider.protocol.fleet import ModelInfo
 
 Progress = Callable[[str], None]
 
-_NATIVE_WEIGHTS = ("float32", "bfloat16", "int8", "int4")
 _RULE_TOKENS = 2
 _GPU_CACHE_SHARE = 0.9  # of the memory that is free once the weights are loaded, without the reserve
 _GPU_RESERVE = 2 << 30  # for activations, graphs, and the parts of sums that attention joins
@@ -135,14 +134,13 @@ def _native_engine(candidate: _Candidate) -> NativeEngine:
     model, options, weights = candidate.model, candidate.options, candidate.weights
     if model.device.type != "cpu":
         raise UnsupportedModel(f"it runs on a CPU, the model is on {model.device}")
-    if weights not in _NATIVE_WEIGHTS:
+    if weights not in KINDS:
         raise UnsupportedModel(f"weights in {weights} on a CPU")
     with torch.inference_mode():
         spec = build_spec(model)
         candidate.progress("preparing kernels")
-        exact = options.dtype == "float32"
-        cache, threads = candidate.cache, options.threads
-        engine = NativeEngine(spec, candidate.info, **cache, weights=weights, threads=threads, exact=exact)
+        exact, threads = options.dtype == "float32", options.threads
+        engine = NativeEngine(spec, candidate.info, **candidate.cache, weights=weights, threads=threads, exact=exact)
         if candidate.passed:
             candidate.progress("start-up check skipped: passed before with these kernels on this processor")
         else:

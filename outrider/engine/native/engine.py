@@ -29,7 +29,7 @@ from outrider.protocol.fleet import ModelInfo
 _LARGE_PAGE = 2 << 20
 _MAPPING = 256 << 20
 _LINE = 64
-_KINDS = {"float32": 0, "bfloat16": 1, "int4": 2, "int8": 3}
+KINDS = {"float32": 0, "bfloat16": 1, "int4": 2, "int8": 3}  # formats of weights
 _FLOATS, _TILES, _INTEGERS = range(3)
 _NAMES = {_TILES: "tiles 2", _INTEGERS: "integers 1"}  # with the version of their bits
 _NORMS = {"rms": 1, "layer": 2}
@@ -38,7 +38,6 @@ _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _SAME = ("hidden", "heads", "kv_heads", "head_dim", "inner", "rotated", "gated", "parallel", "softcap")
 _C = structures()
 _Draws = tuple[float, Sequence[int]]  # of the tokens of a chain: temperature, and the key of each one's noise
-_GREEDY: _Draws = (0.0, ())
 _COMPARED_ROWS = 4
 _compared: set[int] = set()  # block formats, in this process
 
@@ -68,13 +67,11 @@ class NativeEngine(PagedEngine):
         self._used, self.reduced = {_FLOATS}, True
         self._threads = threads or torch.get_num_threads()
         self._weights = weights
-        self._vocab = spec.head.weight.shape[0]
         assert self._library.outrider_page() == BLOCK_TOKENS
         self._referenced: list[torch.Tensor] = []  # memory that the kernels' structures point into
         self._step = _C.Step(threads=self._threads)
         self._buffers: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
-        self._rotations: dict[int, list[torch.Tensor]] = {}
-        self._rotated_to = 0  # positions
+        self._rotations: dict[int, list[torch.Tensor]] = {}  # cosines and sines by position
         self._memory = _MappedMemory()  # weights are read as one stream
         self._layers = (_C.Layer * len(spec.layers))(*(self._layer(layer, weights) for layer in spec.layers))
         self._model = _C.Model(
@@ -108,7 +105,10 @@ class NativeEngine(PagedEngine):
         memory = _MappedMemory()
         blocks = (self.capacity_tokens // BLOCK_TOKENS, model.num_layers, model.kv_heads)
         sizes = (BLOCK_TOKENS * multiple * -(-model.head_dim // multiple) for multiple in multiples)
-        self._keys, self._values = (memory.take((*blocks, size), dtype).transpose(0, 1) for size in sizes)
+        try:
+            self._keys, self._values = (memory.take((*blocks, size), dtype).transpose(0, 1) for size in sizes)
+        except OSError as error:
+            raise StartupError.of("kv_tokens", self.capacity_tokens, "fewer", f": {error.strerror}") from error
         for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
 
@@ -117,7 +117,7 @@ class NativeEngine(PagedEngine):
         address = _address(self._referenced, inputs.float())
         head = self._model.head
         if self._library.outrider_guesses(ctypes.byref(head)):
-            sizes = {"inputs": head.inputs, "outputs": head.outputs, "bias": head.bias, "kind": _KINDS["int4"]}
+            sizes = {"inputs": head.inputs, "outputs": head.outputs, "bias": head.bias, "kind": KINDS["int4"]}
             self._model.rough = self._take(_C.Linear(**sizes, arithmetic=_INTEGERS), 0)
             self._library.outrider_make_rough(ctypes.byref(self._model), self._threads)
         return _C.Chain(
@@ -126,7 +126,7 @@ class NativeEngine(PagedEngine):
 
     @torch.inference_mode()
     def chain(
-        self, chain: Any, session: str, states: torch.Tensor, tokens: Sequence[int], count: int, draws: _Draws = _GREEDY
+        self, chain: Any, session: str, states: torch.Tensor, tokens: Sequence[int], count: int, draws: _Draws
     ) -> tuple[list[int], StepResult]:
         """Continue a session by tokens, given by their columns of the logits, and by the likeliest ones after them.
 
@@ -150,7 +150,7 @@ class NativeEngine(PagedEngine):
     def _run(self, step: ForwardStep, *chain: Any) -> tuple[torch.Tensor, torch.Tensor]:
         spec, args, outputs = self._spec, self._step, len(step.outputs)
         self._rotate(max(step.positions))
-        logits, args.logits = self._buffer("logits", step.num_logits, self._vocab)
+        logits, args.logits = self._buffer("logits", step.num_logits, self._model.head.outputs)
         hidden, args.hidden = self._buffer("hidden", outputs, spec.hidden)
         args.rows, args.num_wanted, args.num_logits = len(step.ids), outputs, step.num_logits
         args.num_states, args.guesses, args.exact = len(step.layers), bool(chain), self.exact
@@ -186,11 +186,11 @@ class NativeEngine(PagedEngine):
 
     def _rotate(self, last: int) -> None:
         """Extend the tables of cosines and sines to a position."""
-        if last >= self._rotated_to:
-            self._rotated_to = 2 * last + 1
-            for number, rotate in enumerate(self._spec.rotations):
-                self._rotations[number] = [part.float().contiguous() for part in rotate(torch.arange(self._rotated_to))]
-                self._step.cos[number], self._step.sin[number] = (part.data_ptr() for part in self._rotations[number])
+        for number, rotate in enumerate(self._spec.rotations):
+            if number not in self._rotations or last >= len(self._rotations[number][0]):
+                made = [part.float().contiguous() for part in rotate(torch.arange(2 * last + 1))]
+                self._step.cos[number], self._step.sin[number] = (part.data_ptr() for part in made)
+                self._rotations[number] = made
 
     def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
         slots = [(ctypes.c_int32 * len(old))(*each) for each in (old, new)]
@@ -241,12 +241,12 @@ class NativeEngine(PagedEngine):
         outputs, inputs = linear.weight.shape
         sources = linear.quantized or (rows_of(linear.weight),)
         kind, data = sources[0].kind, ctypes.c_void_p(sources[0].stored.data_ptr())
-        made = _C.Linear(inputs=inputs, outputs=outputs, kind=_KINDS[weights])
+        made = _C.Linear(inputs=inputs, outputs=outputs, kind=KINDS[weights])
         made.bias = _address(self._referenced, None if linear.bias is None else linear.bias.float())
         if weights == "int8":
             made.scales = _address(self._referenced, torch.empty(outputs))
         if weights == "float32" and self._tiles and kind in NUMBERS.values():
-            made.kind = _KINDS["bfloat16"] * self._library.outrider_are_bfloat16(kind, data, outputs, inputs)
+            made.kind = KINDS["bfloat16"] * self._library.outrider_are_bfloat16(kind, data, outputs, inputs)
         blocks = weights in ("int8", "int4") or (weights == "float32" and kind not in NUMBERS.values())
         made.arithmetic = _INTEGERS if self._fast and blocks else _TILES if self._tiles and made.kind else _FLOATS
         self._take(made, kind)

@@ -56,7 +56,7 @@ def test_a_chain_continues_by_the_likeliest_tokens(packing: Packing, given: list
     unguessed = runs.extend([SessionTokens("first", TOKENS)]).all_logits.clone()
     before = torch.randn(len(given), HIDDEN, generator=torch.Generator().manual_seed(6))
     columns, computed = runs.chain(
-        runs.prepare_chain(INPUTS, packing.mix, torch.arange(VOCAB)), "chain", before, given, 4
+        runs.prepare_chain(INPUTS, packing.mix, torch.arange(VOCAB)), "chain", before, given, 4, (0.0, ())
     )
     found, states = computed.logits[0].clone(), computed.hidden_states[0].clone()
     assert len(columns) == len(found) == len(states) == 4

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,24 @@ def test_rotations_reach_the_longest_session_of_a_first_step(longest: int) -> No
         assert torch.equal(logits, engine(model).extend([SessionTokens("alone", text)]).logits[0])
 
 
+def test_after_a_step_that_had_no_memory_for_its_rotations_the_next_one_makes_them() -> None:
+    """Its sessions go to another verifier, and this one goes on: it must not read behind the end of the old tables."""
+    model = llama()
+    truth = engine(model).extend([SessionTokens("s", TOKENS[:300])]).logits[0].clone()
+    runs = engine(model)
+    runs.extend([SessionTokens("a", TOKENS[:2])])
+    spec = runs._spec
+
+    def fail(positions: torch.Tensor) -> Any:
+        raise RuntimeError(f"not enough memory for {len(positions)} positions")
+
+    runs._spec = replace(spec, rotations=(fail,))
+    with pytest.raises(RuntimeError, match="599 positions"):
+        runs.extend([SessionTokens("s", TOKENS[:300])])
+    runs._spec = spec
+    assert torch.equal(runs.extend([SessionTokens("s", TOKENS[:300])]).logits[0], truth)
+
+
 @pytest.mark.parametrize("inner", [512, 513, 1100])
 def test_a_wide_feed_forward_part_is_activated_in_shares(inner: int) -> None:
     """Threads take 512 values at once; all other models here have fewer."""
@@ -483,6 +502,18 @@ def test_a_kernel_without_large_pages_is_no_obstacle(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("outrider.engine.native.engine.mmap.mmap", Small)
     assert engine(llama()).extend([SessionTokens("s", TOKENS[:9])]).logits[0].isfinite().all()
+
+
+def test_a_cache_that_there_is_no_memory_for_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(mmap.mmap):
+        def __new__(cls, file: int, size: int, *flags: int) -> Any:
+            if size > 1 << 30:
+                raise OSError(12, "Cannot allocate memory")
+            return super().__new__(cls, file, size, *flags)
+
+    monkeypatch.setattr("outrider.engine.native.engine.mmap.mmap", Small)
+    with pytest.raises(StartupError, match="kv_tokens is 4194304, must be fewer: Cannot allocate memory"):
+        NativeEngine(build_spec(llama()), ModelInfo("m", "f", vocab_size=VOCAB), kv_tokens=1 << 22)
 
 
 def test_the_first_layers_of_gemma_3_have_one_rotation() -> None:
