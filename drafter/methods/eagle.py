@@ -7,7 +7,6 @@ states. At later positions the layer's own output states stand in; they are reco
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -26,8 +25,8 @@ from outrider.engine import Engine, SessionTokens
 from outrider.engine.loading.loader import warm_up
 from outrider.engine.loading.options import EngineOptions, pick_dtype
 from outrider.engine.loading.selection import make_engine
-from outrider.engine.native import NativeEngine, NoCompiler
-from outrider.engine.native.build import library
+from outrider.engine.native import NativeEngine
+from outrider.engine.native.build import find_library
 from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -256,10 +255,9 @@ def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str]
     options = replace(EngineOptions.of(settings), prefix_tokens=0)  # its cache depends on states as well as tokens
     device = options.selected_device
     unset = (settings.dtype, settings.quantization) == ("auto", "none")
-    if unset and device.type == "cpu" and options.engine != "transformers":
-        with suppress(NoCompiler):
-            library()  # raises where there are no kernels
-            options = replace(options, quantization="int4")  # fewest bytes
+    on_cpu = unset and device.type == "cpu" and options.engine != "transformers"
+    if on_cpu and not isinstance(find_library(), str):
+        options = replace(options, quantization="int4")  # fewest bytes
     dtype = torch.bfloat16 if settings.dtype == "auto" else pick_dtype(settings.dtype, device)
     body = eagle.body.eval()
     for weight in body.parameters():  # not the buffers: rotation frequencies stay in float32

@@ -86,14 +86,13 @@ def _torch() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    build = importlib.import_module("outrider.engine.native.build")
-    try:
-        build.library()
-    except build.NoCompiler as error:
-        advice = "install one for full speed on a CPU (Debian: gcc)" if "no C compiler" in str(error) else ""
-        yield Finding("kernels", "note", str(error), advice)
-        return
-    yield Finding("kernels", "ok", "the native engine can run here")
+    found = importlib.import_module("outrider.engine.native.build").find_library()
+    if isinstance(found, str):
+        compiler = "no C compiler" in found or " failed: " in found  # else they cannot be kept
+        advice = "install one for full speed on a CPU (Debian: gcc and libc6-dev)" if compiler else ""
+        yield Finding("kernels", "note", found, advice)
+    else:
+        yield Finding("kernels", "ok", "the native engine can run here")
 
 
 def _memory() -> Iterator[Finding]:

@@ -20,8 +20,8 @@ from outrider.bench.engine.results import BASE_CONTEXT, MOST_NEW_TOKENS, EngineE
 from outrider.engine.interface import Engine, SessionTokens, prefill
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions, pick_device, pick_dtype
-from outrider.engine.native import NativeEngine, NoCompiler
-from outrider.engine.native.build import library
+from outrider.engine.native import NativeEngine
+from outrider.engine.native.build import find_library
 from outrider.launch.stack import LaunchPlan
 from outrider.models.hub import locate_safetensors
 from outrider.protocol.errors import StartupError
@@ -241,10 +241,9 @@ def _memory_read(device: torch.device) -> tuple[int, Step]:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     data = torch.frombuffer(mapped, dtype=torch.float32).fill_(1.0)
-    try:
-        read = library().outrider_read
-    except NoCompiler:
+    if isinstance(kernels := find_library(), str):
         return size, lambda: _milliseconds(device, data.sum)
+    read = kernels.outrider_read
     read.restype = ctypes.c_float
     read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     return size, lambda: _milliseconds(device, lambda: read(data.data_ptr(), data.numel(), torch.get_num_threads()))

@@ -33,13 +33,20 @@ class NoCompiler(Exception):
     """The kernels can be neither compiled nor loaded on this machine."""
 
 
-@cache
 def library() -> ctypes.CDLL:
     """Return the kernels for this machine. Raises NoCompiler."""
+    if isinstance(found := find_library(), str):
+        raise NoCompiler(found)
+    return found
+
+
+@cache
+def find_library() -> ctypes.CDLL | str:
+    """Return the kernels for this machine, or why there are none: each weight asks, and a compiler may fail slowly."""
     try:
         return load(_built_ahead() or compile_for("native", home() / "kernels"))
-    except OSError as error:
-        raise NoCompiler(f"the kernels cannot be kept: {error}") from error
+    except (NoCompiler, OSError) as error:
+        return str(error)
 
 
 def identity() -> str:
@@ -50,10 +57,7 @@ def identity() -> str:
 
 def load(built: Path) -> ctypes.CDLL:
     """Load a compiled library and declare its functions."""
-    try:
-        found = ctypes.CDLL(str(built))
-    except OSError as error:
-        raise NoCompiler(f"{built.name} cannot be loaded: {error}") from error
+    found = ctypes.CDLL(str(built))
     found.outrider_packed_size.restype = found.outrider_scratch.restype = ctypes.c_int64
     found.outrider_cap.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_float)
     return found

@@ -17,7 +17,7 @@ import torch
 from outrider.engine import model_spec as specs
 from outrider.engine.interface import SessionTokens, StepResult
 from outrider.engine.model_spec import ModelSpec, head_format
-from outrider.engine.native.build import NoCompiler, library, structures
+from outrider.engine.native.build import find_library, library, structures
 from outrider.engine.paged.arithmetic import kernel_arithmetic
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.engine.paged.engine import PagedEngine
@@ -277,9 +277,7 @@ class NativeEngine(PagedEngine):
 
 def dequantize(quantized: QuantizedRows, ids: torch.Tensor | None = None) -> torch.Tensor:
     """Return rows as float32; None: all."""
-    try:
-        kernels = library()
-    except NoCompiler:
+    if isinstance(kernels := find_library(), str):
         return quantized.dequantize(ids)
     rows = quantized.rows
     ids = torch.arange(len(rows)) if ids is None else ids

@@ -66,15 +66,17 @@ def _locked(path: Path, **_: object) -> os.stat_result:
 
 
 @pytest.mark.parametrize(
-    ("fault", "compiler"), [("the kernels cannot be kept: [Errno 30]", False), ("there is no C compiler (cc)", True)]
+    ("fault", "compiler"),
+    [
+        ("the kernels cannot be kept: [Errno 30]", False),
+        ("there is no C compiler (cc)", True),
+        ("/usr/bin/cc failed: no file stdio.h", True),
+    ],
 )
 def test_a_compiler_is_asked_for_where_there_is_none(
     monkeypatch: pytest.MonkeyPatch, fault: str, compiler: bool
 ) -> None:
-    def library() -> None:
-        raise build.NoCompiler(fault)
-
-    monkeypatch.setattr(build, "library", library)
+    monkeypatch.setattr(build, "find_library", lambda: fault)
     (found,) = doctor._kernels()
     assert ("gcc" in found.advice, fault in found.text) == (compiler, True)
 

@@ -390,6 +390,26 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".so"]
 
 
+def test_a_compiler_that_fails_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every weight in the blocks of a file asks for the kernels, and a compiler without headers is slow to fail."""
+    asked: list[str] = []
+
+    def fail(march: str, _: Path) -> Path:
+        asked.append(march)
+        raise NoCompiler("math.h: No such file")
+
+    monkeypatch.setattr(build, "compile_for", fail)
+    monkeypatch.setattr(build, "_built_ahead", lambda: None)
+    build.find_library.cache_clear()
+    try:
+        for _ in range(3):
+            with pytest.raises(NoCompiler, match=r"math\.h"):
+                build.library()
+    finally:
+        build.find_library.cache_clear()
+    assert asked == ["native"]
+
+
 def test_kernels_built_ahead_are_found_by_what_the_processor_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
