@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def find_library() -> ctypes.CDLL | str:
-    """Return the kernels for this machine, or why there are none: each weight asks, and a compiler may fail slowly."""
+    """Return the kernels for this machine, or why there are none. A compiler that failed is not run again."""
     try:
         return load(_built_ahead() or compile_for("native", home() / "kernels"))
     except (NoCompiler, OSError) as error:
