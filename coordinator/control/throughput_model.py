@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from outrider.protocol.cost_curve import CostCurve
-from outrider.protocol.speculation import MAX_GAMMA, DraftSteering, VerifySteering
+from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, DraftSteering, VerifySteering
 
 MIN_WAIT_TIMEOUT_MS = 2.0
 MAX_WAIT_TIMEOUT_MS = 1_000.0
@@ -77,8 +77,10 @@ class SpeculationPlan:
         """Return the number of guesses that the drafter may have open; 0 stands for γ × branches."""
         return OPEN_NODES if self.ahead and self.branches > 1 else 0
 
-    def for_drafter(self) -> DraftSteering:
-        return DraftSteering(gamma=self.gamma, branches=self.branches, nodes=self.nodes, eager=self.ahead)
+    def for_drafter(self, drafters: int = 1) -> DraftSteering:
+        """Return the steering of one of so many drafters of a session, whose open guesses fit its tree together."""
+        nodes = min(self.nodes, MAX_NODES // max(1, drafters))
+        return DraftSteering(gamma=self.gamma, branches=self.branches, nodes=nodes, eager=self.ahead)
 
     def for_verifier(self, wait_timeout_ms: float) -> VerifySteering:
         return VerifySteering(

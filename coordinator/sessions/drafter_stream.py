@@ -96,8 +96,9 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         plan: SpeculationPlan,
         *,
         direct: bool = False,
+        drafters: int = 1,
     ) -> None:
-        """Prepare the stream; `direct`: the session's verifier in the same process commits and takes the guesses."""
+        """Prepare the stream to one of `drafters`; `direct`: the verifier in its process commits and takes guesses."""
         request, earlier = record.request, EarlierProgress(connection.info.earlier_states)
         opening = draft.OpenDraft(
             session_id=record.session_id,
@@ -105,7 +106,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
             tokens=[*request.prompt, *record.tokens],
             prompt_length=len(request.prompt),
             params=convert.params_to_proto(worker_params(request.params)),
-            steer=convert.draft_steering_to_proto(plan.for_drafter()),
+            steer=convert.draft_steering_to_proto(plan.for_drafter(drafters)),
             vocab_size=target.vocab_size,
             cache_salt=request.cache_salt,
             vocabulary_digest=target.vocabulary_digest,
@@ -117,7 +118,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.source = source
         self.pair = pair
         self.plan = plan
-        self.direct = direct
+        self.direct, self._drafters = direct, drafters
         self.shares_cores = direct  # with the session's verifier; set when it has opened the session
         self.joined = self.wants_hidden_states = False
         self.spec = connection.info.state_spec or FINAL_STATES  # of the hidden states that it reads
@@ -182,8 +183,8 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.send(draft.DraftRequest(committed=draft.Committed(position=position, tokens=tokens, hidden_states=states)))
 
     def steer(self, plan: SpeculationPlan) -> None:
-        steering = plan.for_drafter()
-        if steering != self.plan.for_drafter():
+        steering = plan.for_drafter(self._drafters)
+        if steering != self.plan.for_drafter(self._drafters):
             if self._unsent:
                 self._send_committed()
             self.limits.asked_at = time.monotonic()

@@ -214,7 +214,9 @@ class Drafting:
             self._estimator.attach_drafter(direct=linked is not None, trust=self._text.cold)
         span = self._stats.span.child("draft", connection.attributes)
         async with DrafterStream(
-            connection, self._record, self._target, span, source, pair, self.control.plan, direct=linked is not None
+            *(connection, self._record, self._target, span, source, pair, self.control.plan),
+            direct=linked is not None,
+            drafters=self._context.drafters,
         ) as drafter:
             self._attached[source], self._histories[source] = drafter, histories
             try:
