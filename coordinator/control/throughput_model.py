@@ -79,7 +79,7 @@ class SpeculationPlan:
 
     def for_drafter(self, drafters: int = 1) -> DraftSteering:
         """Return the steering of one of so many drafters of a session, whose open guesses fit its tree together."""
-        nodes = min(self.nodes, MAX_NODES // max(1, drafters))
+        nodes = min(self.nodes, MAX_NODES // drafters)
         return DraftSteering(gamma=self.gamma, branches=self.branches, nodes=nodes, eager=self.ahead)
 
     def for_verifier(self, wait_timeout_ms: float) -> VerifySteering:

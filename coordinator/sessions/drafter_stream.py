@@ -96,17 +96,17 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         plan: SpeculationPlan,
         *,
         direct: bool = False,
-        drafters: int = 1,
     ) -> None:
-        """Prepare the stream to one of `drafters`; `direct`: the verifier in its process commits and takes guesses."""
+        """Prepare the stream; `direct`: the session's verifier in the same process commits and takes the guesses."""
         request, earlier = record.request, EarlierProgress(connection.info.earlier_states)
+        self._steering = plan.for_drafter()
         opening = draft.OpenDraft(
             session_id=record.session_id,
             epoch=record.epoch,
             tokens=[*request.prompt, *record.tokens],
             prompt_length=len(request.prompt),
             params=convert.params_to_proto(worker_params(request.params)),
-            steer=convert.draft_steering_to_proto(plan.for_drafter(drafters)),
+            steer=convert.draft_steering_to_proto(self._steering),
             vocab_size=target.vocab_size,
             cache_salt=request.cache_salt,
             vocabulary_digest=target.vocabulary_digest,
@@ -118,7 +118,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.source = source
         self.pair = pair
         self.plan = plan
-        self.direct, self._drafters = direct, drafters
+        self.direct = direct
         self.shares_cores = direct  # with the session's verifier; set when it has opened the session
         self.joined = self.wants_hidden_states = False
         self.spec = connection.info.state_spec or FINAL_STATES  # of the hidden states that it reads
@@ -182,11 +182,11 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         states = None if unsent is None else convert.hidden_states_to_proto(self.earlier.follow(unsent))
         self.send(draft.DraftRequest(committed=draft.Committed(position=position, tokens=tokens, hidden_states=states)))
 
-    def steer(self, plan: SpeculationPlan) -> None:
-        steering = plan.for_drafter(self._drafters)
-        if steering != self.plan.for_drafter(self._drafters):
+    def steer(self, plan: SpeculationPlan, drafters: int = 1) -> None:
+        before, self._steering = self._steering, plan.for_drafter(drafters)
+        if self._steering != before:
             if self._unsent:
                 self._send_committed()
             self.limits.asked_at = time.monotonic()
-            self.send(draft.DraftRequest(steer=convert.draft_steering_to_proto(steering)))
+            self.send(draft.DraftRequest(steer=convert.draft_steering_to_proto(self._steering)))
         self.plan = plan

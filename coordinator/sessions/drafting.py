@@ -214,9 +214,7 @@ class Drafting:
             self._estimator.attach_drafter(direct=linked is not None, trust=self._text.cold)
         span = self._stats.span.child("draft", connection.attributes)
         async with DrafterStream(
-            *(connection, self._record, self._target, span, source, pair, self.control.plan),
-            direct=linked is not None,
-            drafters=self._context.drafters,
+            connection, self._record, self._target, span, source, pair, self.control.plan, direct=linked is not None
         ) as drafter:
             self._attached[source], self._histories[source] = drafter, histories
             try:
@@ -298,9 +296,7 @@ class Drafting:
             _log_plan(self.control)
             verifier.steer(steering)
         for source, gamma in self._selection.gammas(plan.gamma).items():
-            drafter, wanted = self._attached[source], plan if gamma else PLAIN
-            if wanted != drafter.plan:
-                drafter.steer(wanted)
+            self._attached[source].steer(plan if gamma else PLAIN, len(self._attached))
         if self._resting != self.control.resting:
             self._resting = self.control.resting
             self._want_hidden_states()

@@ -177,6 +177,8 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
             require_keys_or_insecure(made)
             run(made)
         except (OutriderError, OSError) as error:  # such as a folder that cannot be written
+            if getattr(error, "filename", "") is None:
+                raise  # of a connection: the trace tells more
             typer.echo(f"{program}: {error}", err=True)
             sys.exit(1)
 

@@ -88,8 +88,7 @@ def _torch() -> Iterator[Finding]:
 def _kernels() -> Iterator[Finding]:
     found = importlib.import_module("outrider.engine.native.build").find_library()
     if isinstance(found, str):
-        compiler = "no C compiler" in found or " failed: " in found  # else they cannot be kept
-        advice = "install one for full speed on a CPU (Debian: gcc and libc6-dev)" if compiler else ""
+        advice = "" if "kept or loaded" in found else "install one for full speed on a CPU (Debian: gcc and libc6-dev)"
         yield Finding("kernels", "note", found, advice)
     else:
         yield Finding("kernels", "ok", "the native engine can run here")

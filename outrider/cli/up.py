@@ -127,7 +127,7 @@ def up(
     for hint in ignored_variable_hints({parameter.envvar for parameter in context.command.params}):
         console.print(f"[yellow]note[/yellow]  {hint}", soft_wrap=True)
     end_on_signals()
-    set_up_logs("info", as_json=False, service="up")  # a full disk then costs lines, not the watch over Redis
+    set_up_logs(log_level, as_json=False, service="up")  # a full disk then costs lines, not the watch over Redis
     try:
         with Starting(console) as view, stack(plan, view.tick) as running:
             view.done()

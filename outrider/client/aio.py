@@ -108,7 +108,7 @@ class AsyncClient:
                 if not progress.may_retry(time.monotonic()):
                     raise
                 pause_s = progress.pause_s(error, time.monotonic())
-                self._endpoint_rotation.leave(endpoint)
+                self._endpoint_rotation.leave(endpoint, error)
             finally:
                 call.cancel()
             await asyncio.sleep(pause_s)

@@ -17,6 +17,7 @@ from outrider.v1 import coordinator_pb2 as pb
 
 RESUME_FOR_S = 30.0
 RETRY_S = 0.2
+_PAUSED = "write_timeout_s"  # named by the end of a stream that was not read for long, and can go on
 
 
 class StreamProgress:
@@ -96,9 +97,9 @@ class EndpointRotation:
         self._count = count
         self.present = 0
 
-    def leave(self, endpoint: int) -> None:
-        """Switch to the next endpoint after a failure; of concurrent failures only the first switches."""
-        if endpoint == self.present:
+    def leave(self, endpoint: int, error: OutriderError) -> None:
+        """Switch to the next endpoint after a failure of it; of concurrent failures only the first switches."""
+        if endpoint == self.present and error.field != _PAUSED:
             self.present = (endpoint + 1) % self._count
 
     @contextlib.contextmanager
@@ -108,8 +109,8 @@ class EndpointRotation:
         try:
             with outrider_errors():
                 yield endpoint
-        except (PeerLost, Unavailable, Expired):  # one that hangs, too
-            self.leave(endpoint)
+        except (PeerLost, Unavailable, Expired) as error:  # of one that hangs, too
+            self.leave(endpoint, error)
             if last:
                 raise
 
@@ -123,6 +124,6 @@ def outrider_errors() -> Iterator[None]:
         meant = error_from_rpc(error)
         if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not isinstance(meant, Expired):  # the client's own
             meant = Expired("the deadline passed before the output was complete")
-        if meant.field == "write_timeout_s":  # a reader that paused can go on
-            meant = PeerLost(meant.message)
+        if meant.field == _PAUSED:
+            meant = PeerLost(meant.message, field=_PAUSED)
         raise meant from error

@@ -106,7 +106,7 @@ class Client:
                 if not progress.may_retry(time.monotonic()):
                     raise
                 pause_s = progress.pause_s(error, time.monotonic())
-                self._endpoint_rotation.leave(endpoint)
+                self._endpoint_rotation.leave(endpoint, error)
             finally:
                 call.cancel()
             time.sleep(pause_s)

@@ -163,8 +163,8 @@ def ignored_variable_hints(read: Iterable[object]) -> list[str]:
         setting = name.removeprefix(PREFIX).lower()
         kinds = [kind for kind, settings in KINDS.items() if setting in settings.model_fields]
         if kinds:
-            instead = SET_BY_UP[kinds[0]].get(setting, f"--set {kinds[0]}.{_form(setting)}=...")
-            hints.append(f"{name} is not read here: {instead}")
+            own = (by_up := SET_BY_UP[kinds[0]].get(setting)) and f"set by {by_up}"
+            hints.append(f"{name} is not read here: {own or f'--set {kinds[0]}.{_form(setting)}=...'}")
         elif name not in VARIABLES:
             raise _refused("environment", name, "is unknown", VARIABLES)
     return hints

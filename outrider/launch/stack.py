@@ -329,7 +329,7 @@ def watch(running: Stack, report: Callable[[str], None]) -> None:
     while True:
         time.sleep(_RESTART_S)
         for child in running.restart_dead():
-            with contextlib.suppress(OSError):  # a full disk or a closed terminal must not end the others
+            with contextlib.suppress(OSError, SystemExit):  # rich exits where its output is closed: the others go on
                 report(f"{child.name} {child.state}")
 
 

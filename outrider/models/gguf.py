@@ -157,7 +157,8 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
     names = ("bos_token", "eos_token", "unk_token", "pad_token", "add_eos_token")
     kept = {name: getattr(found, name) for name in names} | {"tokenizer_object": made, "add_bos_token": add_bos}
     named = {name[24:]: it.contents() for name, it in fields.items() if name.startswith("tokenizer.chat_template.")}
-    kept["chat_template"] = {"default": found.chat_template, **named} if named else found.chat_template
+    default = found.chat_template
+    kept["chat_template"] = {"default": default, **named} if named and default else default
     return transformers.PreTrainedTokenizerFast(**kept)  # others split in their own way whenever they are loaded
 
 

@@ -19,7 +19,7 @@ FILES = frozenset({*_VOCABULARIES, *_OTHERS})
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, into: Path) -> dict[str, Path]:
     """Save a tokenizer, and return its files by name."""
     several = isinstance(tokenizer.chat_template, dict) and "default" in tokenizer.chat_template
-    tokenizer.save_pretrained(into, save_jinja_files=not several)  # else they lie in a folder, that for tools too
+    tokenizer.save_pretrained(into, save_jinja_files=not several)  # else those with names lie in a folder
     return {path.name: path for path in sorted(into.iterdir()) if path.name in FILES}
 
 

@@ -44,23 +44,23 @@ class RegistrationClient:
         self._vocabulary = vocabulary
         self._access = access
         self._changed = asyncio.Event()
+        self._last_error = ""
 
     def send_update(self) -> None:
         """Send the worker's state now instead of with the next heartbeat."""
         self._changed.set()
 
     async def run(self) -> None:
-        last_error = ""
         for address in itertools.cycle(self._coordinators):
             try:
                 await self._report_to(address)
             except grpc.aio.AioRpcError as lost:
                 error = error_from_rpc(lost)
-                if error.message != last_error:  # log each error once, not at every attempt
-                    last_error = error.message
+                if error.message != self._last_error:  # log each error once, not at every attempt
+                    self._last_error = error.message
                     level = log.error if isinstance(error, ModelMismatch | Unauthenticated) else log.info
-                    level("not registered", coordinator=address, error=last_error)
-                    report_progress(f"not registered: {last_error}")
+                    level("not registered", coordinator=address, error=error.message)
+                    report_progress(f"not registered: {error.message}")
             except asyncio.InvalidStateError:
                 log.info("registration ended during a write", coordinator=address)
             await asyncio.sleep(RETRY_S)
@@ -77,6 +77,7 @@ class RegistrationClient:
                             await call.write(part)
                     elif heartbeat is None:
                         log.info("registered", coordinator=address)
+                        self._last_error = ""
                         heartbeat = asyncio.create_task(self._heartbeat(call, reply.heartbeat_ms / 1000))
             finally:
                 await cancel_all([heartbeat] if heartbeat is not None else [])

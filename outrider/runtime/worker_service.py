@@ -76,7 +76,10 @@ class WorkerService(MultiplexedService):
             capacity=settings.max_sessions,
         )
         self._registration = RegistrationClient(
-            coordinators(settings), self._describe, vocabulary, lambda: Channels.of(self.credentials)
+            coordinators(settings),
+            lambda: replace(self._about, load=self._worker_loop.load(), draining=self._draining),
+            vocabulary,
+            lambda: Channels.of(self.credentials),
         )
         self._worker_loop = loop
         self._tracing = tracing
@@ -113,9 +116,6 @@ class WorkerService(MultiplexedService):
 
     async def Probe(self, request: common.ProbeRequest, context: Call) -> common.ProbeReply:
         return common.ProbeReply(load=convert.load_to_proto(self._worker_loop.load()), draining=self._draining)
-
-    def _describe(self) -> WorkerInfo:
-        return replace(self._about, load=self._worker_loop.load(), draining=self._draining)
 
 
 def machine_id() -> str:

@@ -272,7 +272,8 @@ def _has_limits_left(matcher: LLMatcher) -> bool:
 def _definition(grammar: Grammar) -> str:
     if grammar.regex:
         return LLMatcher.grammar_from_regex(grammar.regex)
-    if any(float(number) <= -(2.0**63) for number in _NEGATIVE.findall(grammar.text)):
+    text = re.sub(r'"(?:[^"\\]|\\.)*"', "", grammar.text) if grammar.json_schema else grammar.text  # lark hides quotes
+    if any(float(number) <= -(2.0**63) for number in _NEGATIVE.findall(text)):
         raise ValueError("numbers must be above -2**63")  # llguidance would overflow the stack and end the process
     if grammar.lark:
         return LLMatcher.grammar_from_lark(grammar.lark)

@@ -33,7 +33,6 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)  # by token, in order of arrival
     rank: int = 0  # among its siblings
     keys: list[NodeKey] = field(default_factory=list)
-    skipped: bool = False  # earlier tokens of its guess were committed before it arrived
 
 
 # Acceptance rates by rank before a session has data. Drafters send their likeliest guess first.
@@ -69,7 +68,10 @@ def tallies(nodes: Sequence[Node], depths: Sequence[int], accepted: Sequence[int
     longest: dict[int, int] = {}
     num_accepted: dict[int, int] = {}
     for row, (node, depth) in enumerate(zip(nodes, depths, strict=True), start=1):
-        for source in {source for source, _ in node.keys}:
+        drawn = node.draft_prob is not None
+        if drawn and longest and node.keys[0][0] not in longest:
+            break  # drawn ones count for the first drafter: of the others only what is equal to them is checked
+        for source in {source for source, _ in node.keys[: 1 if drawn else None]}:
             longest[source] = max(depth, longest.get(source, 0))
             num_accepted[source] = num_accepted.get(source, 0) + (row in accepted)
     return tuple(SourceTally(source, longest[source], num_accepted[source]) for source in sorted(longest))
@@ -84,7 +86,7 @@ class GuessTree:
 
     def __init__(self, committed: Sequence[int], *, single: bool, max_nodes: int, max_ahead: int) -> None:
         self._committed = committed
-        self._single = single
+        self._breadth = 1 if single else None
         self._max_nodes = max_nodes
         self._max_ahead = max_ahead
         self._root = Node(-1, len(committed) - 1)
@@ -137,8 +139,7 @@ class GuessTree:
             if self._size >= self._max_nodes:
                 return None
             draft_prob = guess.draft_probs[i] if guess.draft_probs else None
-            skipped = guess.position < len(self._committed)
-            node = Node(guess.tokens[i], position, draft_prob, rank=len(parent.children), skipped=skipped)
+            node = Node(guess.tokens[i], position, draft_prob, rank=len(parent.children))
             parent.children[node.token] = node
             self._size += 1
         if len(node.keys) < MAX_NAMES:
@@ -181,7 +182,7 @@ class GuessTree:
                 nodes.append(node)
             if chain:
                 reached.clear()
-            for child in islice(node.children.values(), 1 if self._single else None) if depth < max_depth else ():
+            for child in islice(node.children.values(), self._breadth) if depth < max_depth else ():
                 seen += 1
                 heapq.heappush(reached, (negated * self.rates[child.rank], seen, child, len(nodes) - 1, depth + 1))
         draft_probs = tuple(node.draft_prob for node in nodes if node.draft_prob is not None)
@@ -194,13 +195,13 @@ class GuessTree:
 
     @property
     def depth(self) -> int:
-        """Return the length of the longest chain."""
+        """Return the length of the longest chain that a step may check."""
         deepest = 0
         stack = [(self._root, 0)]
         while stack:
             node, depth = stack.pop()
             deepest = max(deepest, depth)
-            stack.extend((child, depth + 1) for child in node.children.values())
+            stack.extend((child, depth + 1) for child in islice(node.children.values(), self._breadth))
         return deepest
 
     def _locate(self, guess: Guess) -> tuple[Node, int | None]:

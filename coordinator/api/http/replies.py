@@ -32,6 +32,7 @@ class Replies(ABC, Generic[BodyT]):
     prefix: str  # of ids
     kind: str
     chunk_kind: str
+    prompts: Mapping[tuple[int, ...], list[Token]] = {}  # with log probabilities, if the answer has them
 
     def __init__(self, body: BodyT, target: Target, model: str) -> None:
         self._body: BodyT = body
@@ -47,7 +48,7 @@ class Replies(ABC, Generic[BodyT]):
                 async for number, new in updates:
                     tokens[number] += new
             known = 0 if self._body.num_logprobs is None else self._body.num_logprobs + 1
-            size = 55 * known * sum(map(len, tokens))  # of the JSON
+            size = 55 * known * sum(map(len, (*tokens, *self.prompts.values())))  # of the JSON
             return await beside(size, self._whole, made, sessions, tokens)
 
     def _whole(self, made: Callable[[dict[str, Any]], Any], sessions: Sequence[Session], tokens: list[Any]) -> Any:
@@ -98,7 +99,6 @@ def plan_completion(
 class CompletionReplies(Replies[CompletionBody]):
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
-    prompts: Mapping[tuple[int, ...], list[Token]] = {}  # with log probabilities, if the answer has them
 
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.CompletionChoice:
         return {

@@ -46,7 +46,7 @@ def find_library() -> ctypes.CDLL | str:
     try:
         return load(_built_ahead() or compile_for("native", home() / "kernels"))
     except (NoCompiler, OSError) as error:
-        return str(error)
+        return f"the kernels cannot be kept or loaded: {error}" if isinstance(error, OSError) else str(error)
 
 
 def identity() -> str:

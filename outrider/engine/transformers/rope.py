@@ -33,9 +33,8 @@ def fix_rotations(model: PreTrainedModel, context: int) -> int:
 
 
 def _is_rotary(module: torch.nn.Module) -> bool:
-    if not any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
-        return False
-    return "position_ids" in inspect.signature(module.forward).parameters
+    rotates = any("inv_freq" in name for name, _ in module.named_buffers(recurse=False))
+    return rotates and "position_ids" in inspect.signature(module.forward).parameters
 
 
 def _kinds(module: torch.nn.Module) -> Iterator[dict[str, str]]:

@@ -62,7 +62,7 @@ class CalledFunction(Body):
     parsed_arguments: Annotated[Any, Field(description="Ignored: OpenAI's client adds it to answers.")] = None
 
     def read(self, *, cut: bool = True) -> dict[str, Any]:
-        """Return the arguments; of those that the limit of tokens may have `cut`, what is whole."""
+        """Return the arguments; if the limit of tokens may have `cut` them, those that are whole."""
         text = self.arguments.strip() or "{}"
         try:
             values = from_json(text)

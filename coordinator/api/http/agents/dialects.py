@@ -65,19 +65,20 @@ class Manner:
     thinking: bool = False  # the prompt ends in <think>
     several: bool = True  # calls in one answer: some templates raise errors for them, or for their results
     system: bool = True  # messages: Gemma's template raises an error for them
+    shows_calls: bool = True  # in chats without tools: some targets have a template apart for those with tools
 
 
 def manner_of(target: Target, parser: str) -> Manner:
     """Return the manner that the chat template shows; `parser` may name its dialect."""
-    tokenizer = target.tokenizer
-    template = str(tokenizer.get_chat_template(None, tools=[{}])) if tokenizer.chat_template else ""
+    known, given = target.tokenizer, [True, False] if target.tokenizer.chat_template else []
+    template, plain = [str(known.get_chat_template(None, tools=[{}] if it else None)) for it in given] or ("", "")
     dialect = _by_template(template) if parser == "auto" else _BY_NAME[parser]
-    if dialect is MISTRAL and "[ARGS]" in template:
-        dialect = MISTRAL_ARGS
+    dialect = MISTRAL_ARGS if dialect is MISTRAL and "[ARGS]" in template else dialect
     told = parser != "auto" or (dialect is not JSON and not _OTHER.search(template))  # other calls could not be read
     knows_tools = told and _TOOLS.search(template) is not None
     several = "single tool-calls" not in template and (knows_tools or "roles must alternate" not in template)
-    return Manner(dialect, knows_tools, THOUGHT in template, several=several, system="System role not" not in template)
+    shows_calls, system = _TOOLS.search(plain) is not None, "System role not" not in template
+    return Manner(dialect, knows_tools, THOUGHT in template, several=several, system=system, shows_calls=shows_calls)
 
 
 def _by_template(template: str) -> Dialect:

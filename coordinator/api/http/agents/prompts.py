@@ -20,10 +20,9 @@ def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner) -> Chat:
     """Return the chat of a body as the target's template reads it."""
     messages = [message.plain for message in body.messages]
     described = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
-    if not manner.knows_tools:
+    if not manner.knows_tools or not (described or manner.shows_calls):
         messages = _in_words(messages, manner.dialect)
-        if described:
-            messages = _instructed(messages, described, manner)
+        messages = _instructed(messages, described, manner) if described else messages
         described = []
     return Chat(messages, described, body.add_generation_prompt, body.continue_final_message, body.variables)
 

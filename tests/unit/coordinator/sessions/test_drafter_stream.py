@@ -127,15 +127,13 @@ class Sent:
         return self.replies.pop(0) if self.replies else None
 
 
-def stream_to_a_drafter(
-    drafters: int = 1, plan: SpeculationPlan = PLAIN
-) -> tuple[DrafterStream, list[draft.DraftRequest]]:
+def stream_to_a_drafter() -> tuple[DrafterStream, list[draft.DraftRequest]]:
     model = ModelInfo("m", "f", vocab_size=100)
     connection = WorkerConnection(
         WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", model), lambda: FleetKeys().access(Role.DRAFTER)
     )
     record = SessionRecord("s", SessionRequest((1, 2), SamplingParams(temperature=0.0, seed=1, max_tokens=500)))
-    stream = DrafterStream(connection, record, model, Span(), 1, PairEstimate(4), plan, drafters=drafters)
+    stream = DrafterStream(connection, record, model, Span(), 1, PairEstimate(4), PLAIN)
     stream._call = sent = Sent()
     return stream, sent.messages
 
@@ -143,12 +141,12 @@ def stream_to_a_drafter(
 async def test_the_open_guesses_of_three_drafters_fit_the_tree_of_their_session() -> None:
     """Each kept half of a tree open, so the third one's guesses were dropped for as long as it guessed."""
     ahead = SpeculationPlan(8, 3, ahead=True, budget=8)
-    for drafters, nodes in ((0, OPEN_NODES), (1, OPEN_NODES), (2, OPEN_NODES), (3, 85)):
-        stream, messages = stream_to_a_drafter(drafters)
-        stream.steer(ahead)
+    stream, messages = stream_to_a_drafter()
+    for drafters, nodes in ((1, OPEN_NODES), (3, 85), (3, 85), (4, 64), (2, OPEN_NODES)):
+        stream.steer(ahead, drafters)
         assert messages[-1].steer.nodes == nodes
         assert nodes * drafters <= MAX_NODES
-        assert stream_to_a_drafter(drafters, ahead)[0]._opening.open.steer.nodes == nodes
+    assert len(messages) == 4, "what does not change is not said again"
 
 
 async def test_the_first_guess_does_not_tell_how_long_drafting_takes() -> None:

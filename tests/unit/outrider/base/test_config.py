@@ -176,6 +176,17 @@ def test_an_error_of_the_start_ends_the_command_with_a_sentence(error: Exception
     assert said in result.output
 
 
+def test_an_error_that_names_no_file_keeps_its_trace() -> None:
+    """A connection that times out hours later is a defect to find: its text alone is empty."""
+
+    def fail(_: Settings) -> None:
+        raise TimeoutError
+
+    app = typer.Typer()
+    app.command()(config.command(Example, fail, "example"))
+    assert isinstance(CliRunner().invoke(app, []).exception, TimeoutError)
+
+
 def test_settings_are_frozen_and_know_their_fields() -> None:
     with pytest.raises(ValidationError):
         Example(gama_max=3)

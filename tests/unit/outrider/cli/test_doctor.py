@@ -68,7 +68,7 @@ def _locked(path: Path, **_: object) -> os.stat_result:
 @pytest.mark.parametrize(
     ("fault", "compiler"),
     [
-        ("the kernels cannot be kept: [Errno 30]", False),
+        ("the kernels cannot be kept or loaded: [Errno 30]", False),
         ("there is no C compiler (cc)", True),
         ("/usr/bin/cc failed: no file stdio.h", True),
     ],

@@ -171,6 +171,16 @@ def test_a_stream_that_was_not_read_for_long_can_be_resumed() -> None:
         raise late((ERROR_KEY, error_to_proto(unread).SerializeToString()))
 
 
+def test_an_endpoint_whose_client_does_not_read_is_not_left() -> None:
+    rotation, unread = EndpointRotation(2), Expired("the peer has not read", field="write_timeout_s")
+    with pytest.raises(PeerLost) as lost, outrider_errors():
+        raise late((ERROR_KEY, error_to_proto(unread).SerializeToString()))
+    rotation.leave(0, lost.value)
+    assert rotation.present == 0
+    rotation.leave(0, PeerLost("gone"))
+    assert rotation.present == 1
+
+
 def test_an_endpoint_that_hangs_is_left() -> None:
     rotation = EndpointRotation(2)
     with rotation.attempt(last=False) as first:
@@ -193,9 +203,9 @@ def test_many_streams_that_break_at_once_leave_together() -> None:
     """Each moving on by itself would bring an even number back to where they broke."""
     turns = EndpointRotation(2)
     for _ in range(4):
-        turns.leave(0)
+        turns.leave(0, PeerLost("gone"))
     assert turns.present == 1
-    turns.leave(1)
+    turns.leave(1, PeerLost("gone"))
     assert turns.present == 0
 
 

@@ -245,7 +245,7 @@ def test_a_variable_that_is_not_read_is_told(monkeypatch: pytest.MonkeyPatch) ->
     hints = services.ignored_variable_hints({"OUTRIDER_HOST"})
     assert hints == [
         "OUTRIDER_GAMMA_MAX is not read here: --set coordinator.gamma-max=...",
-        "OUTRIDER_REDIS_URL is not read here: the variable REDIS_URL",
+        "OUTRIDER_REDIS_URL is not read here: set by the variable REDIS_URL",
     ]
     monkeypatch.setenv("OUTRIDER_TARGETT", "x")
     with pytest.raises(StartupError, match="OUTRIDER_TARGETT is unknown; did you mean OUTRIDER_TARGET"):

@@ -198,8 +198,11 @@ def test_a_stage_that_is_not_utf_8_is_no_obstacle(tmp_path: Path) -> None:
     child.process.wait()
 
 
-def test_a_line_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk or a closed terminal is no reason to end the services that run."""
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SystemExit(1)])
+def test_a_line_that_cannot_be_written_ends_nothing(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk or a closed pipe, for which Rich exits, is no reason to end the services that run."""
     monkeypatch.setattr("outrider.launch.stack._RESTART_S", 0.1)
     running = Stack(replace(PLAN, port=0), "", tmp_path)
     running.children.append(Child("a", [sys.executable, "-c", ""], tmp_path / "a.log", {}))
@@ -208,7 +211,7 @@ def test_a_line_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch:
 
     def report(line: str) -> None:
         lines.append(line)
-        raise OSError(errno.ENOSPC, "No space left on device") if len(lines) < 2 else KeyboardInterrupt
+        raise error if len(lines) < 2 else KeyboardInterrupt
 
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -594,6 +594,8 @@ def test_chat_templates_with_names_are_read(tmp_path: Path, monkeypatch: pytest.
     for tokenizer in tokenizers_of(path, tmp_path):
         assert tokenizer.chat_template == wanted
     assert load_tokenizer(Path(locate_safetensors(str(path), print))).chat_template == wanted
+    for tokenizer in tokenizers_of(with_template(tmp_path / "tools.gguf", named[1:], monkeypatch), tmp_path):
+        assert tokenizer.chat_template is None, "chats without tools would have none"
 
 
 def test_a_chat_template_goes_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -371,13 +371,14 @@ LOWEST = [
     '{"const": -9223372036854775808}',
     '{"type": "integer", "minimum":-1e30,"maximum":-1E+25}',
     '{"enum":[-9223372036854775807]}',
+    r'{"enum": ["\\", -9223372036854775808, "\""]}',
 ]
 
 
 @pytest.mark.parametrize("schema", LOWEST)
 @pytest.mark.parametrize("form", ["json_schema={!r}", "lark='start: %json ' + {!r}"])
 def test_the_lowest_numbers_end_no_process(schema: str, form: str) -> None:
-    """As above: 31 bytes of a request ended the coordinator."""
+    """A request of 31 bytes ended the coordinator."""
     command = [sys.executable, "-c", CHILD % f"Grammar({form.format(schema)})"]
     done = subprocess.run(command, input=tokenizer_json(BYTES), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -386,7 +387,9 @@ def test_the_lowest_numbers_end_no_process(schema: str, form: str) -> None:
 
 
 def test_numbers_in_texts_and_higher_ones_are_taken(grammars: GrammarCompiler) -> None:
-    for schema in ({"enum": ["ab-10000000000000000000", "1"]}, {"const": -9e18}, {"maximum": 1e30, "type": "integer"}):
+    texts = ["ab-10000000000000000000", "1", 'a "quoted", -99999999999999999999', "\\", ", -1e30"]
+    noted = {"type": "number", "description": "kelvin; below all: -1e30"}
+    for schema in ({"enum": texts}, noted, {"const": -9e18}, {"maximum": 1e30, "type": "integer"}):
         assert followers(grammars.compile(asked(json_schema=json.dumps(schema))))
     assert followers(grammars.compile(asked(regex="(at: -10000000000000000000)?")))
 

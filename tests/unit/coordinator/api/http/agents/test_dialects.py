@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.dialects import HERMES, JSON, Manner, manner_of
+from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.agents.replies import chat_input
 from coordinator.workers.target import Target
 from outrider.settings.coordinator import CoordinatorSettings
@@ -117,6 +118,21 @@ def test_a_template_whose_form_of_calls_is_unknown_does_not_tell_of_tools() -> N
     """The target would write calls as Granite does, and be held to another form, of which it was told nothing."""
     granite = target_of(QUESTION + "{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|tool_call|>[]")
     assert [manner_of(granite, parser).knows_tools for parser in ("auto", "json", "hermes")] == [False, True, True]
+
+
+def test_a_template_apart_for_tools_shows_no_calls_in_chats_without_tools() -> None:
+    """As of Hermes 2 Pro: the default template, which these chats are rendered by, would drop their calls."""
+    told = QUESTION + "{% for tool in tools %}{{ tool }}{% endfor %}<tool_call>"
+    target = target_of(told)
+    target.tokenizer.chat_template = cast(Any, {"default": QUESTION, "tool_use": told})
+    manner = manner_of(target, "auto")
+    body = chat(**RESULT)
+    without = chat_of(body, (), manner)
+    assert without.messages[1]["content"] == HERMES.write("f", {})
+    assert without.messages[2] == {"role": "user", "content": "Result of f:\n1"}
+    tools = chat(tools=[{"type": "function", "function": {"name": "f"}}]).tools or ()
+    assert chat_of(body, tools, manner).messages[1]["tool_calls"]
+    assert chat_of(body, (), manner_of(target_of(told), "auto")).messages[1]["tool_calls"], "one template for both"
 
 
 def test_the_template_shows_the_dialect_unless_one_is_named() -> None:
