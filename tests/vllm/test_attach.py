@@ -28,7 +28,7 @@ from outrider.engine.vllm.attached import client as attached_client
 from outrider.engine.vllm.attached import request as attached_request
 from outrider.engine.vllm.attached import scheduler as attached_scheduler
 from outrider.engine.vllm.attached.client import AttachmentClient, _RequestStream
-from outrider.engine.vllm.attached.draws import walk
+from outrider.engine.vllm.attached.draws import OwnDraws, walk
 from outrider.engine.vllm.attached.options import AttachOptions
 from outrider.engine.vllm.attached.request import AttachedRequest, as_plain, drawn_alike, guessed_with
 from outrider.engine.vllm.attached.scheduler import AttachedScheduler
@@ -454,6 +454,49 @@ def test_the_first_step_after_hours_without_requests_can_be_reported() -> None:
     scheduler._report(SimpleNamespace(**counts), output)  # type: ignore[arg-type]
     ((_, _, verdict),) = scheduler._unsent
     convert.verdict_to_proto(verdict)  # type: ignore[arg-type]
+
+
+def test_nothing_is_guessed_beside_log_probabilities_of_listed_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a guess in the batch the newer runner verifies all its requests, and returns none of these."""
+    monkeypatch.setattr(SilentScheduler, "schedule", lambda _: SimpleNamespace(scheduled_new_reqs=[]))
+    scheduler = object.__new__(AttachedScheduler)
+    scheduler._await_guesses = lambda: None  # type: ignore[method-assign]
+    each: Any = SimpleNamespace(stream=1, guesses=lambda _: [7])
+    states = {"num_computed_tokens": 3, "num_tokens": 4, "num_output_placeholders": 0}
+    guessed = SimpleNamespace(request_id="r", **states, **vars(incoming()))
+    listed: Any = SimpleNamespace(request_id="w", **vars(incoming(logprob_token_ids=[5])))
+    monkeypatch.setattr(attached_scheduler, "decodes", lambda _: True)
+    scheduler._attached, scheduler.num_spec_tokens, scheduler.running = {"r": each}, 4, [guessed]
+    for beside, wanted in (({}, [7]), ({"w": listed}, [])):
+        scheduler.requests = {"r": guessed} | beside
+        scheduler.schedule()
+        assert guessed.spec_token_ids == wanted
+
+
+def test_a_budget_of_thoughts_ends_those_of_its_own_request() -> None:
+    """vLLM's state counts the rows of guesses, and the sampler gets one for each request: others were cut off."""
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+    marks: Any = SimpleNamespace(reasoning_start_token_ids=[1], reasoning_end_token_ids=[9])
+    holder = ThinkingBudgetStateHolder(marks, 4, 6, torch.device("cpu"), False)
+    texts: list[list[int]] = [[], [], []]
+    added = [(i, SimpleNamespace(thinking_token_budget=b), [5, 1], texts[i]) for i, b in enumerate((None, None, 2))]
+    holder.sync_batch(SimpleNamespace(removed=[], added=added, moved=[]))  # type: ignore[arg-type]
+
+    def sample(logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        holder.update_state(texts, [[], [], []], repeat_indices=None)
+        logits = holder.apply_to_logits(logits, False, [[], [], []])
+        return SimpleNamespace(logprobs_tensors=None, sampled_token_ids=logits.argmax(-1, keepdim=True))
+
+    draws = OwnDraws(sample)
+    plain: Any = SimpleNamespace(num_draft_tokens=[0, 0, 0], draft_token_ids=torch.tensor([], dtype=torch.int32))
+    for _ in range(4):
+        logits = torch.zeros(3, 10)
+        logits[:, 4] = 1.0
+        drawn = draws(plain, None, logits, SimpleNamespace(thinking_budget_state_holder=holder))
+        for text, (token,) in zip(texts, drawn.sampled_token_ids.tolist(), strict=True):
+            text.append(token)
+    assert texts == [[4, 4, 4, 4], [4, 4, 4, 4], [4, 4, 9, 4]]
 
 
 def test_a_request_that_waits_takes_no_session(monkeypatch: pytest.MonkeyPatch) -> None:

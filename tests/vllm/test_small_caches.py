@@ -59,6 +59,14 @@ def test_layers_with_windows_take_blocks_of_their_own(tmp_path: Path) -> None:
         core.abort([f"s{number}" for number in range(core.capacity_tokens // length)])
 
 
+@pytest.mark.skipif(RUNNER == "v2", reason="too slow through the interpreter")
+def test_a_cache_smaller_than_the_context_has_room_for_layers_with_windows(tmp_path: Path) -> None:
+    """vLLM did not start: it wants a whole context, and what the windows of the other layers hold besides."""
+    tiny_model("gemma3_text", {"sliding_window": 64, "head_dim": 32}).save_pretrained(tmp_path)
+    with vllm_target(tmp_path, kv_tokens=64) as (_, loaded):
+        assert loaded.core.capacity_tokens >= 64
+
+
 def memory_mb() -> float:
     """Return the resident memory without what the allocator keeps free: its places depend on the order of threads."""
     gc.collect()

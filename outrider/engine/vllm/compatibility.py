@@ -36,6 +36,7 @@ FRAGILE_POINTS = (
     ("v1/core/sched/scheduler.py", "def _free_request(", "attached: the end of a request"),
     ("v1/worker/gpu_model_runner.py", "sampler_output = self.rejection_sampler(", "attached, older runner: draws"),
     ("v1/sample/metadata.py", "generators: dict[int, torch.Generator]", "attached, older runner: seeds"),
+    ("v1/sample/thinking_budget_state.py", "if self.in_spec_mode:", "attached, older runner: budgets of thoughts"),
     ("v1/worker/gpu/spec_decode/rejection_sampler.py", "num_sampled = self._verify(", "attached, newer runner: draws"),
     ("v1/worker/gpu/sample/sampler.py", "def sample(", "attached, newer runner: draws"),
     ("v1/worker/gpu_model_runner.py", "class ExecuteModelState", "older runner: hidden states"),

@@ -7,6 +7,7 @@ import re
 import shlex
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,8 +250,14 @@ def _reserve(config: Any, kv_tokens: int) -> None:
     """Fix the KV cache's size in tokens. On a CPU vLLM would take nine tenths of the memory."""
     from vllm.platforms import current_platform
 
-    block = config.cache_config.block_size
-    blocks = 1 + -(-max(kv_tokens, config.model_config.max_model_len) // block)
+    text, block = config.model_config.hf_text_config, config.cache_config.block_size
+    longest = config.model_config.max_model_len
+    recent = (getattr(text, "sliding_window", None) or longest) + config.scheduler_config.max_num_batched_tokens + block
+    # A token has a block in each group of layers, which vLLM makes of equal size; those with windows keep recent ones.
+    kinds = Counter(getattr(text, "layer_types", None) or ["full_attention"])
+    needed = {kind: longest if kind == "full_attention" else min(recent, longest + block) for kind in kinds}
+    most = sum(-(-count // min(kinds.values())) * needed[kind] for kind, count in kinds.items())
+    blocks = 1 + -(-max(kv_tokens, most) // block)
     config.cache_config.num_gpu_blocks_override = blocks
     if current_platform.is_cpu():
         model, parallel = config.model_config, config.parallel_config

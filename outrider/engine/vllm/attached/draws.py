@@ -42,6 +42,8 @@ class OwnDraws:
     def __call__(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling: Any) -> Any:
         from vllm.v1.outputs import SamplerOutput
 
+        if (budgets := sampling.thinking_budget_state_holder) is not None:
+            budgets.in_spec_mode = False  # the sampler gets one row for each request, as without guesses
         counts: list[int] = metadata.num_draft_tokens
         firsts = list(accumulate((1 + count for count in counts), initial=0))[:-1]
         remaining = iter(metadata.draft_token_ids.tolist())
@@ -100,7 +102,8 @@ class OwnDrawsOfNewRunner:
     def __call__(self, logits: Any, draft_logits: Any, inputs: Any, pos: Any, bounds: Any, *layout: Any) -> Any:
         """Return adjusted logits, tokens by request and their numbers, as vLLM's own method does."""
         requests, requests_np, expanded, local_pos, lengths, guessed = layout
-        drawn, adjusted = self._sampler.sample(logits, expanded, requests, requests_np, pos, inputs, local_pos, lengths)
+        given = (logits, expanded, requests, requests_np, pos, inputs, local_pos, lengths)
+        drawn, adjusted = self._sampler.sample(*given, return_logprobs=True)  # else they may lack top-k and top-p
         return adjusted, *walk(drawn, guessed, bounds, self._width)
 
 

@@ -52,11 +52,12 @@ class AttachedScheduler(SilentScheduler):
         self._ended_at = self._started_at = time.monotonic()  # of the last step, and of this one
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._await_guesses()
+        self._await_guesses()  # beside guesses the newer runner has no log probabilities of listed tokens
+        listed = any(r.sampling_params and r.sampling_params.logprob_token_ids for r in self.requests.values())
         for request in self.running:
             attached = self._attached.get(request.request_id)
             request.spec_token_ids = []
-            if attached is not None and attached.stream and decodes(request):
+            if attached is not None and attached.stream and decodes(request) and not listed:
                 request.spec_token_ids = attached.guesses(self.num_spec_tokens)
         self._started_at = time.monotonic()
         scheduled = super().schedule(*args, **kwargs)
