@@ -85,14 +85,14 @@ class VerificationLoop:
         take(Verdict(0, tuple(session.committed), 0, TokenKind.NONE, hidden_states=session.hidden_states.newest()))
 
         def take_guess(guess: Guess) -> None:
-            if session.closed:
+            if session.closed or session.direct is not take:  # refused before, or another drafter's turn
                 return
             session.draft_us += guess.draft_us
             try:
                 session.add_guess(replace(guess, source=source))
             except InvalidRequest as error:
                 session.direct = None  # its coordinator ends it, too
-                self.reject(session, error, source)
+                session.outbox.put_nowait(Rejection(error, source))  # one at most, however many are unread
             self._wake.set()
 
         return take_guess

@@ -13,6 +13,7 @@ from outrider.protocol.checks import MAX_EPOCH, check_count, check_salt, check_t
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.earlier_states import EarlierStates
+from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.protocol.speculation import (
     MAX_GAMMA,
     MAX_NODES,
@@ -34,6 +35,7 @@ from verifier.hidden_states.earlier_states import queue_request
 
 MAX_UNREAD_VERDICTS = 64  # a session with more unread replies is stalled
 MAX_UNREAD_REPLIES = 1024  # beyond that, a further rejection ends the session
+_MAX_STATES = 256  # of different hidden states that a session asks for over time
 _MAX_MASK_S = 0.02  # time for the grammar masks of a step: the other sessions wait for them
 
 
@@ -116,6 +118,7 @@ class VerifySession:
         self.closed = False
         self.stalled = False  # no steps until the peer reads its replies
         self._vocab_size = model.vocab_size
+        self._states: dict[int, StateSpec] = {}  # by number
         self._stops = self.params.ending_tokens(model.eos_token_ids)
         self.has_committed = False
         self.steer(opening.steering)
@@ -131,6 +134,9 @@ class VerifySession:
 
     def steer(self, steering: VerifySteering) -> None:
         steering.check()
+        for spec in steering.states.specs if steering.states is not None else ():
+            if self._states.setdefault(spec.number, spec) != spec or len(self._states) > _MAX_STATES:
+                raise InvalidRequest.of("states.number", spec.number, f"one of {_MAX_STATES}, each always of the same")
         if steering.gamma is not None:
             self.gamma = steering.gamma
         if steering.draft_wait_us is not None:

@@ -46,7 +46,7 @@ class StepTimes:
             grown = min(ratio / self._decode_ratio - self._prefill_ratio, self._prefill_ratio)  # more is other load
             self._prefill_ratio += _SMOOTHING * grown
         else:
-            self._decode_ratio += _SMOOTHING * (ratio - self._decode_ratio)
+            self._decode_ratio += _SMOOTHING * min(ratio - self._decode_ratio, self._decode_ratio)  # more is other load
 
     def prompt_tokens(self, tokens: int, stretch: float, max_tokens: int) -> int:
         """Return how many prompt tokens can join a step of `tokens` that may take `stretch` times as long."""

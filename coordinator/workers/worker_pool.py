@@ -74,9 +74,7 @@ class WorkerPool:
         """Return the state as a metric label."""
         if self.shunned.is_shunned(connection.info):
             return "shunned"
-        if connection.info.draining:
-            return "draining"
-        return "usable" if connection.usable() else "resting"
+        return "draining" if connection.info.draining else "usable" if connection.usable() else "resting"
 
     async def check(self, info: WorkerInfo) -> None:
         """Raise ModelMismatch for a worker that does not fit; remove the drafters that do not fit a new target."""

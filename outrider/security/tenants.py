@@ -39,9 +39,7 @@ class Tenant:
 
     def salt(self, given: str) -> str:
         """Separate the cached prefixes of this tenant from those of others; `given` separates within the tenant."""
-        if not self.id:
-            return given
-        return hashlib.sha256(f"cache\0{self.id}\0{given}".encode()).hexdigest()[:32]
+        return hashlib.sha256(f"cache\0{self.id}\0{given}".encode()).hexdigest()[:32] if self.id else given
 
     def idempotency_key(self, given: str) -> str:
         return f"{self.id}\0{given}" if self.id else given

@@ -190,6 +190,4 @@ def draft_prob(draft: Distribution, token: int) -> float:
 
 
 def _kind(guessed: bool, guess_failed: bool) -> TokenKind:
-    if not guessed:
-        return TokenKind.PLAIN
-    return TokenKind.RECOVERED if guess_failed else TokenKind.BONUS
+    return TokenKind.PLAIN if not guessed else TokenKind.RECOVERED if guess_failed else TokenKind.BONUS

@@ -40,6 +40,9 @@ _STACK_BYTES = 512 * 1024 * 1024
 _stack = threading.Lock()
 _INTERNALS = re.compile(r"<state>|<non-verbose/>|\n +\d+ \| ")  # state, and the lines around an error
 _NAMED = re.compile(r" // ([\w-]+)\n *\^")  # the comment of the line with the error
+# What llguidance does not survive: numbers that it reads as -2**63 overflow its stack; repetitions take minutes.
+LOWEST, MAX_REPEATED = -9.2e18, 2_000
+_REPEATED = re.compile(r"[^\s*+?][*+?]|\{\d")
 _NEGATIVE = re.compile(r"(?<=[\s:,[])-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")  # numbers in JSON
 
 # Whitespace between the parts of a JSON text: none, one space, or a line break with indentation.
@@ -75,7 +78,10 @@ class GrammarMatcher:
                 return count
             if self._complete:
                 raise self._failed("the output had ended")
-            self._consume(token)
+            if not self._matcher.consume_token(token):
+                self._restart()
+                if not self._matcher.consume_token(token):
+                    raise self._failed(self._matcher.get_error())
             self._committed.append(token)
             if self._matcher.is_stopped():  # nothing can follow
                 self._complete = True
@@ -111,12 +117,6 @@ class GrammarMatcher:
 
     # All matchers of a grammar share its cached states and its limits, so one session's guesses can use up the limit of
     # another. A failed operation is repeated once with a new matcher: then the result depends on the tokens alone.
-
-    def _consume(self, token: int) -> None:
-        if not self._matcher.consume_token(token):
-            self._restart()
-            if not self._matcher.consume_token(token):
-                raise self._failed(self._matcher.get_error())
 
     def _mask_after(self, path: tuple[int, ...]) -> Masks | None:
         """Return which ids may follow a path of guesses.  # [ids of the tokenizer]
@@ -270,11 +270,13 @@ def _has_limits_left(matcher: LLMatcher) -> bool:
 
 
 def _definition(grammar: Grammar) -> str:
+    if len(_REPEATED.findall(grammar.text)) > MAX_REPEATED:  # the time to compile grows with their square
+        raise ValueError(f"more than {MAX_REPEATED} repetitions")
     if grammar.regex:
         return LLMatcher.grammar_from_regex(grammar.regex)
     text = re.sub(r'"(?:[^"\\]|\\.)*"', "", grammar.text) if grammar.json_schema else grammar.text  # lark hides quotes
-    if any(float(number) <= -(2.0**63) for number in _NEGATIVE.findall(text)):
-        raise ValueError("numbers must be above -2**63")  # llguidance would overflow the stack and end the process
+    if any(float(number) <= LOWEST for number in _NEGATIVE.findall(text)) or grammar.lark.lstrip()[:1] == "{":
+        raise ValueError(f"numbers must be above {LOWEST:g}, and lark no list of grammars in JSON, which may hide one")
     if grammar.lark:
         return LLMatcher.grammar_from_lark(grammar.lark)
     return LLMatcher.grammar_from_json_schema(grammar.json_schema or '{"type": "object"}', defaults=WHITESPACE)

@@ -49,9 +49,7 @@ class LinkShape:
     @property
     def chunk(self) -> int:
         """Return the bytes to read at once: with a bandwidth, about those that pass within _AHEAD_S."""
-        if not self.bytes_per_s:
-            return CHUNK
-        return int(min(CHUNK, max(256, self.bytes_per_s * _AHEAD_S)))
+        return int(min(CHUNK, max(256, self.bytes_per_s * _AHEAD_S))) if self.bytes_per_s else CHUNK
 
 
 class EmulatedLink:

@@ -30,7 +30,7 @@ from outrider.protocol.vocabulary import Vocabulary
 from outrider.speculation import acceptance, noise, verification
 from outrider.speculation.acceptance import Outcome, RandomSource, SeededNoise
 from outrider.speculation.exponential_race import coupled_draws
-from outrider.speculation.tree import GuessTree
+from outrider.speculation.tree import GuessTree, Node
 from outrider.speculation.verification import SessionSampling
 from tests.unit.outrider.speculation.rules import verify
 from tests.unit.outrider.speculation.test_exactness import (
@@ -382,6 +382,24 @@ def model(table: torch.Tensor, clock: Clock) -> ModelDrafter:
     return ModelDrafter(TableEngine("table", table, clock, COST_S), SPOKEN, candidates=64)
 
 
+def watched(kind: type[GuessTree]) -> type[GuessTree]:
+    """A tree that knows its nodes of guesses whose beginning was committed before they came."""
+
+    class Watched(kind):  # type: ignore[valid-type, misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.late: set[Node] = set()
+
+        def _add_node(self, guess: Guess, *place: Any) -> Node | None:
+            size = len(self)
+            node: Node | None = super()._add_node(guess, *place)
+            if node is not None and len(self) > size and guess.position < len(self._committed):
+                self.late.add(node)
+            return node
+
+    return Watched
+
+
 @dataclass
 class Crowd:
     """Many sessions of the same drafters, one seed each."""
@@ -405,15 +423,15 @@ class Crowd:
     def _text(self, seed: int) -> Path:
         params = SamplingParams(seed=seed, max_tokens=LENGTH, verification=self.mode)
         steering = DraftSteering(gamma=2, branches=self.branches)
-        setting = Setting(params, steering=steering, late=self.late, tree=self.tree)
+        setting = Setting(params, steering=steering, late=self.late, tree=watched(self.tree))
         chance = SeededNoise(seed)
 
-        def step(committed: Sequence[int], block: Guess, tree: GuessTree) -> Sequence[int]:
+        def step(committed: Sequence[int], block: Guess, tree: Any) -> Sequence[int]:
             self.clock.now += COST_S * 10 * (seed % 4)  # the slower the target, the more a good guess is worth
             judgement = verify(LOGITS[[committed[-1], *block.tokens]], block, SessionSampling(params, None, chance))
             held = [tree.nodes(block)[row - 1] for row in judgement.outcome.path]
             self.accepted += len(held)
-            self.accepted_late += sum(node.skipped for node in held)
+            self.accepted_late += sum(node in tree.late for node in held)
             self.branched += bool(block.parents)
             return judgement.tokens
 

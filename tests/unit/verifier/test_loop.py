@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
@@ -14,14 +15,14 @@ from outrider.engine import SessionTokens, StepResult
 from outrider.engine.mock import MockEngine
 from outrider.hidden_states.projection import PackedProjection, Projection
 from outrider.observability.metrics import VerifierMetrics
-from outrider.protocol.errors import PeerLost, Unavailable
-from outrider.protocol.hidden_states.messages import StateSpecs
+from outrider.protocol.errors import InvalidRequest, PeerLost, Unavailable
+from outrider.protocol.hidden_states.messages import StateSpec, StateSpecs
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason, Guess, TokenKind, Verdict, VerifySteering
 from verifier.engine_target import EngineTarget
 from verifier.limits import SchedulerLimits
 from verifier.loop import VerificationLoop
-from verifier.session import Ended, Rejection, VerifyOpening, VerifySession
+from verifier.session import MAX_UNREAD_REPLIES, Ended, Rejection, VerifyOpening, VerifySession
 from verifier.target import TargetFailed
 
 LIMITS = SchedulerLimits(
@@ -154,6 +155,39 @@ async def test_a_drafter_in_the_process_takes_verdicts_and_gives_guesses() -> No
     assert isinstance(refused, Rejection)
     assert refused.source == 3
     assert session.direct is None
+    running.cancel()
+    loop.stop()
+
+
+async def test_a_bad_guess_of_a_linked_drafter_is_refused_however_many_refusals_are_unread() -> None:
+    """The error rose into the loop of the drafter, whose end is that of the process."""
+    loop = VerificationLoop(EngineTarget(MockEngine()), LIMITS, VerifierMetrics("unread"))
+    session = opened(loop, "one")
+    give = loop.link("one", 1, 3, lambda _: True)
+    assert give is not None
+    for _ in range(MAX_UNREAD_REPLIES + 1):
+        session.reject(InvalidRequest("bad"), 1)
+    give(Guess(3, 1, 0, (10**9,)))
+    assert session.outbox.qsize() == MAX_UNREAD_REPLIES + 2
+    assert session.direct is None
+    give(Guess(3, 1, 0, (10**9,)))
+    assert session.outbox.qsize() == MAX_UNREAD_REPLIES + 2, "its turn is over"
+    loop.stop()
+
+
+async def test_a_number_of_hidden_states_that_comes_to_mean_others_ends_no_loop() -> None:
+    """Rows of both were joined under it: the loop ended, and with it the process and all sessions."""
+    loop = VerificationLoop(EngineTarget(MockEngine()), LIMITS, VerifierMetrics("numbers"))
+    params = SamplingParams(seed=1, temperature=0.0, max_tokens=200, ignore_eos=True)
+    session, beside = (loop.open(VerifyOpening(name, 1, (1, 2, 3), 3, params)) for name in ("one", "two"))
+    session.steer(VerifySteering(states=StateSpecs((StateSpec(number=1),))))
+    running = asyncio.create_task(loop.run())
+    for at in range(100):
+        assert isinstance(await asyncio.wait_for(session.outbox.get(), 5), Verdict)
+        with contextlib.suppress(InvalidRequest) if at else contextlib.nullcontext():
+            session.steer(VerifySteering(states=StateSpecs((StateSpec(number=1, float8=at % 2 > 0),))))
+    assert isinstance(await asyncio.wait_for(beside.outbox.get(), 5), Verdict)
+    assert not running.done()
     running.cancel()
     loop.stop()
 

@@ -11,6 +11,7 @@ import torch
 
 from outrider.engine.mock import MockEngine
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.hidden_states.messages import StateSpec, StateSpecs
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import (
     FinishReason,
@@ -136,6 +137,21 @@ def test_a_request_may_fill_the_context_and_not_more() -> None:
     resumed.check(model)
     with pytest.raises(InvalidRequest, match="fewer than params"):
         replace(resumed, tokens=(*PROMPT, *range(7))).check(model)
+
+
+def test_a_number_names_the_same_hidden_states_all_the_time() -> None:
+    session = opened()
+    one, other = StateSpec(number=1), StateSpec(number=1, float8=True)
+    session.steer(VerifySteering(states=StateSpecs((one,))))
+    with pytest.raises(InvalidRequest, match=r"states\.number is 1"):
+        session.steer(VerifySteering(gamma=7, states=StateSpecs((other,))))
+    assert (session.gamma, session.hidden_states.specs) == (0, (one,)), "nothing of it holds"
+    session.steer(VerifySteering(states=StateSpecs()))
+    session.steer(VerifySteering(states=StateSpecs((one,))))
+    for number in range(2, 257):
+        session.steer(VerifySteering(states=StateSpecs((StateSpec(number=number),))))
+    with pytest.raises(InvalidRequest, match=r"states\.number is 257"):
+        session.steer(VerifySteering(states=StateSpecs((StateSpec(number=257),))))
 
 
 def test_the_last_tokens_do_not_wait_for_more_guesses_than_they_can_use() -> None:

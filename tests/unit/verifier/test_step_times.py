@@ -50,6 +50,13 @@ def test_one_step_with_a_stall_hardly_changes_the_share_of_prompts() -> None:
     assert times.prompt_tokens(SESSIONS, STRETCH, ROOM) > 0.7 * before
 
 
+def test_one_stalled_step_hardly_changes_what_a_step_is_taken_to_last() -> None:
+    """It did for sixty steps, in which keys with few sessions were taken to use fifteen times their time."""
+    times = StepTimes(CURVE)
+    times.record(SESSIONS, 100 * CURVE.at(SESSIONS), has_prompts=False)
+    assert times.step_ms(SESSIONS) < 1.25 * CURVE.at(SESSIONS)
+
+
 def test_prompts_that_take_no_time_are_bounded_all_the_same() -> None:
     """The sessions that decode have logits, which prompts do not show."""
     times = StepTimes(CURVE)

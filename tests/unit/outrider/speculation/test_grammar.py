@@ -372,6 +372,8 @@ LOWEST = [
     '{"type": "integer", "minimum":-1e30,"maximum":-1E+25}',
     '{"enum":[-9223372036854775807]}',
     r'{"enum": ["\\", -9223372036854775808, "\""]}',
+    '{"type":"integer","minimum":-9223372036854775e3,"maximum":-9223372036854775e3}',
+    '{"type":"integer","minimum":-9223372036854775295.99,"maximum":-9223372036854775295.99}',
 ]
 
 
@@ -383,7 +385,22 @@ def test_the_lowest_numbers_end_no_process(schema: str, form: str) -> None:
     done = subprocess.run(command, input=tokenizer_json(BYTES), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("refused")
-    assert "numbers must be above -2**63" in done.stdout
+    assert "numbers must be above -9.2e+18" in done.stdout
+
+
+HIDDEN = r'{"grammars": [{"lark_grammar": "start: %json {\"enum\": [\u002d9223372036854775808]}"}]}'
+
+
+@pytest.mark.parametrize(
+    "asked_for",
+    [f"lark={HIDDEN!r}", "regex='.*' * 32_000", "json_schema='{\"pattern\": \"' + 'a?' * 9_000 + '\"}'"],
+)
+def test_no_other_form_ends_the_process_or_takes_minutes(asked_for: str) -> None:
+    command = [sys.executable, "-c", CHILD % f"Grammar({asked_for})"]
+    began = time.monotonic()
+    done = subprocess.run(command, input=tokenizer_json(BYTES), capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.startswith("refused"), done.stderr[-2000:]
+    assert time.monotonic() - began < 30.0
 
 
 def test_numbers_in_texts_and_higher_ones_are_taken(grammars: GrammarCompiler) -> None:
