@@ -135,7 +135,7 @@ class VerifySession:
     def steer(self, steering: VerifySteering) -> None:
         steering.check()
         for spec in steering.states.specs if steering.states is not None else ():
-            if self._states.setdefault(spec.number, spec) != spec or len(self._states) > _MAX_STATES:
+            if len({*self._states, spec.number}) > _MAX_STATES or self._states.setdefault(spec.number, spec) != spec:
                 raise InvalidRequest.of("states.number", spec.number, f"one of {_MAX_STATES}, each always of the same")
         if steering.gamma is not None:
             self.gamma = steering.gamma

@@ -152,6 +152,8 @@ def test_a_number_names_the_same_hidden_states_all_the_time() -> None:
         session.steer(VerifySteering(states=StateSpecs((StateSpec(number=number),))))
     with pytest.raises(InvalidRequest, match=r"states\.number is 257"):
         session.steer(VerifySteering(states=StateSpecs((StateSpec(number=257),))))
+    assert len(session._states) == 256, "what is refused takes no memory"
+    session.steer(VerifySteering(states=StateSpecs((one,))))
 
 
 def test_the_last_tokens_do_not_wait_for_more_guesses_than_they_can_use() -> None:
