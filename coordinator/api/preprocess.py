@@ -32,6 +32,7 @@ log = structlog.get_logger(__name__)
 LARGE_BYTES = 16 * 1024
 HUGE_BYTES = 512 * 1024
 _FOR_HUGE = ThreadPoolExecutor(1, "huge requests")
+_FOR_GRAMMARS = ThreadPoolExecutor(4, "grammars")  # so that other requests do not wait for a slow one
 T = TypeVar("T")
 
 
@@ -82,15 +83,17 @@ async def prepare(
 ) -> SessionRequest:
     """Return the request, resolved; `default_tokens` is the default of `max_tokens`, where the context has room."""
     # Tokenising megabytes takes seconds and compiling a grammar up to one. Other streams continue meanwhile.
-    size = request.size if request.params.grammar is None else max(request.size, LARGE_BYTES)
-    return await beside(size, resolve, request, target, settings, default_tokens)
+    given = (request, target, settings, default_tokens)
+    if request.params.grammar is None:
+        return await beside(request.size, resolve, *given)
+    return await beside(max(request.size, LARGE_BYTES), resolve, *given, thread=_FOR_GRAMMARS)
 
 
-async def beside(size: int, work: Callable[..., T], *given: Any) -> T:
+async def beside(size: int, work: Callable[..., T], *given: Any, thread: ThreadPoolExecutor | None = None) -> T:
     """Run work on a large request beside the event loop, on huge ones one at a time: 4 MiB take a GiB to tokenise."""
     if size < LARGE_BYTES:
         return work(*given)
-    thread = _FOR_HUGE if size > HUGE_BYTES else None
+    thread = _FOR_HUGE if size > HUGE_BYTES else thread
     return await asyncio.get_running_loop().run_in_executor(thread, copy_context().run, work, *given)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator.workers.chat_template import Chat, CutChat, control_tokens
+from coordinator.workers.grammar_trial import GrammarTrial
 from outrider.models.tokenizer import load_tokenizer, tokenizer_json, write_file
 from outrider.protocol.errors import InvalidRequest, shorten
 from outrider.protocol.fleet import ModelInfo
@@ -134,10 +135,11 @@ async def fetch_target(info: ModelInfo, identity: str, verifier: rpc.VerifierAsy
             tokenizer = await asyncio.to_thread(load_tokenizer, folder)
         except Exception as error:  # untrusted files; the library may raise anything
             raise InvalidRequest(f"the verifier's tokenizer cannot be read: {shorten(str(error))}") from error
+    definition = partial(tokenizer_json, tokenizer)
     return Target(
         info,
         tokenizer,
         Vocabulary.of(tokenizer),
-        GrammarCompiler(partial(tokenizer_json, tokenizer), info.eos_token_ids),
+        GrammarCompiler(definition, info.eos_token_ids, GrammarTrial(definition, info.eos_token_ids)),
         identity,
     )

@@ -181,10 +181,16 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """The compiled grammars of one vocabulary. `tokenizer` returns the text of tokenizer.json when first needed."""
+    """The compiled grammars of one vocabulary. `tokenizer` returns the text of tokenizer.json when first needed.
 
-    def __init__(self, tokenizer: Callable[[], str], ends: Sequence[int]) -> None:
+    A `trial` raises InvalidRequest for a grammar that is too dangerous to compile.
+    """
+
+    def __init__(
+        self, tokenizer: Callable[[], str], ends: Sequence[int], trial: Callable[[Grammar], None] | None = None
+    ) -> None:
         self._read_tokenizer = tokenizer
+        self._trial = trial
         self.ends = tuple(ends)
         self._tokenizer: LLTokenizer | None = None
         self._known = (dict[Grammar, LLMatcher](), dict[Grammar, LLMatcher]())  # those of one text apart
@@ -212,6 +218,8 @@ class GrammarCompiler:
     def start(self, grammar: Grammar) -> LLMatcher:
         """Return a matcher of its own at the beginning of the grammar."""
         known = self._known[grammar.lark.startswith(ONE_TEXT)]
+        if self._trial and grammar not in known:
+            self._trial(grammar)
         with self._lock:
             matcher = known.pop(grammar, None)
             if matcher is None or not _has_limits_left(matcher):

@@ -231,6 +231,24 @@ async def test_what_cannot_be_is_refused_at_every_edge(house: House, verifier: s
         assert len(typed.message) < 400
 
 
+async def test_a_grammar_that_takes_minutes_is_refused_and_holds_up_nobody(house: House) -> None:
+    """Six at once, as many as there are threads for large requests on two processors."""
+    minutes = json.dumps({"allOf": [{"pattern": f".*a.{{{10 + i}}}"} for i in range(20)]})
+    large = "too long for the context " * 1000
+    async with client(house.coordinator) as stub:
+        await generate(stub, ask(PROMPT, grammar=FLAT, max_tokens=1))
+        asked = [ask(PROMPT, grammar=common.Grammar(json_schema=minutes), seed=seed) for seed in range(6)]
+        trials = [asyncio.create_task(failure(stub.Generate(each, timeout=60))) for each in asked]
+        await asyncio.sleep(0.5)
+        code, _, _ = await failure(stub.Generate(ask(large), timeout=10))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert not any(trial.done() for trial in trials)
+        for code, _, typed in await asyncio.gather(*trials):
+            assert (code, typed.field) == (grpc.StatusCode.INVALID_ARGUMENT, "params.grammar.json_schema")
+            assert "too much memory" in typed.message
+        assert (await generate(stub, ask(PROMPT, grammar=FLAT, max_tokens=1))).token_ids
+
+
 async def test_an_output_that_is_against_the_grammar_is_refused(verifier: str) -> None:
     for said, field in (([65, 65], "params.grammar.regex"), ([66, 67, 68], "open.tokens")):
         async with verifying(verifier) as stream:

@@ -1,0 +1,75 @@
+"""What the compilation of a grammar may take, tried in real processes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from coordinator.workers.grammar_trial import GrammarTrial
+from outrider.models.tokenizer import tokenizer_json
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import Grammar, SamplingParams
+from outrider.speculation.grammar import GrammarCompiler
+from outrider.testing.toy_models import byte_tokenizer
+
+ENDS = [256]
+GRAMMAR = Grammar(regex="(yes|no)")
+MINUTES = Grammar(json_schema=json.dumps({"allOf": [{"pattern": f".*a.{{{10 + i}}}"} for i in range(20)]}))
+
+
+def children() -> set[int]:
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+
+@pytest.fixture
+def trial() -> GrammarTrial:
+    return GrammarTrial(partial(tokenizer_json, byte_tokenizer()), ENDS)
+
+
+def test_one_that_takes_minutes_is_refused_within_seconds_and_others_are_not(trial: GrammarTrial) -> None:
+    trial(GRAMMAR)
+    servers = children()
+    with pytest.raises(InvalidRequest, match="too long or too much memory") as refused:
+        trial(MINUTES)
+    assert refused.value.field == "params.grammar.json_schema"
+    trial(Grammar(json_object=True))
+    assert children() == servers
+
+
+def test_an_error_is_left_to_the_compiler(trial: GrammarTrial) -> None:
+    compiler = GrammarCompiler(partial(tokenizer_json, byte_tokenizer()), ENDS, trial)
+    with pytest.raises(InvalidRequest, match="unclosed group"):
+        compiler.compile(SamplingParams(grammar=Grammar(regex="(")))
+
+
+def test_only_new_grammars_are_tried() -> None:
+    tried: list[Grammar] = []
+    compiler = GrammarCompiler(partial(tokenizer_json, byte_tokenizer()), ENDS, tried.append)
+    for _ in range(2):
+        compiler.compile(SamplingParams(grammar=GRAMMAR))
+    assert tried == [GRAMMAR]
+
+
+def test_a_server_that_was_ended_is_started_again(trial: GrammarTrial) -> None:
+    before = children()
+    trial(GRAMMAR)
+    (server,) = children() - before
+    os.kill(server, signal.SIGKILL)
+    trial(GRAMMAR)
+    assert len(children() - before - {server}) == 1
+
+
+def test_the_server_ends_with_its_owner() -> None:
+    before = children()
+    trial = GrammarTrial(partial(tokenizer_json, byte_tokenizer()), ENDS)
+    trial(GRAMMAR)
+    assert len(children() - before) == 1
+    del trial
+    gc.collect()
+    assert not children() - before
