@@ -196,6 +196,10 @@ async def test_beside_others_a_drafter_waits_until_they_have_left(chats: Answeri
     while waiting.told < 5 and asyncio.get_running_loop().time() < until:
         await asyncio.sleep(0.001)
     assert (waiting.task.done(), waiting.asked) == (False, 1), "a choice of plan takes time: nothing has changed"
+    waiting.session.attach_verifier(CostCurve.line(20.0, 1.0), 31)
+    while waiting.told < 10 and asyncio.get_running_loop().time() < until:
+        await asyncio.sleep(0.001)
+    assert (waiting.told, waiting.asked) == (10, 1), "beside more sessions, guesses pay even less"
     waiting.session.attach_verifier(CostCurve.line(20.0, 1.0), 3)
     while waiting.asked < 2 and asyncio.get_running_loop().time() < until:
         await asyncio.sleep(0.001)
