@@ -36,18 +36,15 @@ class GrammarTrial:
     def __call__(self, grammar: Grammar) -> None:
         """Raise InvalidRequest if the compilation of a grammar fails in another way than by an error."""
         with self._lock:
-            if grammar not in self._refused:
-                if (self._ask(grammar) or self._ask(grammar)) == b"1":  # it may have been ended before
-                    return
-                self._refused.append(grammar)
-        limit = f"compiled within {_SECONDS} s and {_MEMORY >> 30} GiB"
-        message = f"{grammar.field} does not compile: it takes too long or too much memory"
-        raise InvalidRequest(message, field=grammar.field, value=grammar.text, limit=limit)
+            if grammar not in self._refused and (self._ask(grammar) or self._ask(grammar)) == b"1":
+                return
+            self._refused.append(grammar)
+        raise InvalidRequest.of(grammar.field, grammar.text, f"compiled within {_SECONDS} s and {_MEMORY >> 30} GiB")
 
     def _ask(self, grammar: Grammar) -> bytes:
-        """Return the server's answer; empty: it has ended."""
-        self._server = self._server or self._start()
+        """Return the server's answer; empty: it has ended, perhaps before it was asked."""
         try:
+            self._server = self._server or self._start()
             self._server.send(grammar)
             return self._server.recv_bytes(1)
         except (EOFError, OSError):

@@ -245,7 +245,7 @@ async def test_a_grammar_that_takes_minutes_is_refused_and_holds_up_nobody(house
         assert not any(trial.done() for trial in trials)
         for code, _, typed in await asyncio.gather(*trials):
             assert (code, typed.field) == (grpc.StatusCode.INVALID_ARGUMENT, "params.grammar.json_schema")
-            assert "too much memory" in typed.message
+            assert "must be compiled within" in typed.message
         assert (await generate(stub, ask(PROMPT, grammar=FLAT, max_tokens=1))).token_ids
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from coordinator.control.estimator import PairHistory
 from coordinator.control.gamma import FixedChoices
@@ -81,37 +80,3 @@ class Simulation(SimulatedSession):
         self.result.ms = self.now - started
         self.result.tokens = len(self.committed) - before
         return self.result
-
-
-class SharedSimulation:
-    """Sessions of several worlds on one verifier."""
-
-    def __init__(
-        self,
-        worlds: Sequence[World],
-        gamma_max: int = 16,
-        fixed: Sequence[FixedChoices] = (),
-        history: PairHistory | None = None,
-        seed: int = 0,
-    ) -> None:
-        """Open the sessions in turn; `fixed` are the choices of the first ones, the others have none."""
-        verifier = self.verifier = SimulatedVerifier()
-        for number, (world, choices) in enumerate(zip_longest(worlds, fixed, fillvalue=None)):
-            assert world is not None, "more choices than sessions"
-            own = SimulatedWorld(world, seed * len(worlds) + number, verifier.events)
-            others = len(verifier.sessions)
-            verifier.sessions.append(SimulatedSession(own, verifier.wake, gamma_max, choices, history, others))
-        verifier.wake()
-
-    def run(self, ms: float) -> list[SimulationResult]:
-        """Run for a time, and return the counters of each session."""
-        events, sessions = self.verifier.events, self.verifier.sessions
-        started, before = events.now, [len(session.committed) for session in sessions]
-        for session in sessions:
-            session.result = SimulationResult()
-        while events.now < started + ms:
-            events.run_next()
-        for session, count in zip(sessions, before, strict=True):
-            session.result.ms = events.now - started
-            session.result.tokens = len(session.committed) - count
-        return [session.result for session in sessions]

@@ -5,19 +5,54 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import product, zip_longest
 
 import pytest
 
 from coordinator.control.estimator import PairHistory
 from coordinator.control.gamma import FixedChoices
-from coordinator.control.simulation.verifier import SharedSimulation, Simulation
-from coordinator.control.simulation.world import World
+from coordinator.control.simulation.session import SimulatedSession, SimulationResult
+from coordinator.control.simulation.verifier import SimulatedVerifier, Simulation
+from coordinator.control.simulation.world import SimulatedWorld, World
 from outrider.protocol.cost_curve import CostCurve
 
 GPU = CostCurve((1, 64, 128), (25.0, 25.0, 50.0))  # flat to 64 tokens of a batch, then linear
 NEAR = World(acceptance=0.8, gain=0.6, draft_ms=1.0, cost=GPU)
 PLAIN = FixedChoices(gamma=0)
+
+
+class SharedSimulation:
+    """Sessions of several worlds on one verifier."""
+
+    def __init__(
+        self,
+        worlds: Sequence[World],
+        gamma_max: int = 16,
+        fixed: Sequence[FixedChoices] = (),
+        history: PairHistory | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Open the sessions in turn; `fixed` are the choices of the first ones, the others have none."""
+        verifier = self.verifier = SimulatedVerifier()
+        for number, (world, choices) in enumerate(zip_longest(worlds, fixed, fillvalue=None)):
+            assert world is not None, "more choices than sessions"
+            own = SimulatedWorld(world, seed * len(worlds) + number, verifier.events)
+            others = len(verifier.sessions)
+            verifier.sessions.append(SimulatedSession(own, verifier.wake, gamma_max, choices, history, others))
+        verifier.wake()
+
+    def run(self, ms: float) -> list[SimulationResult]:
+        """Run for a time, and return the counters of each session."""
+        events, sessions = self.verifier.events, self.verifier.sessions
+        started, before = events.now, [len(session.committed) for session in sessions]
+        for session in sessions:
+            session.result = SimulationResult()
+        while events.now < started + ms:
+            events.run_next()
+        for session, count in zip(sessions, before, strict=True):
+            session.result.ms = events.now - started
+            session.result.tokens = len(session.committed) - count
+        return [session.result for session in sessions]
 
 
 def test_a_session_that_shares_with_none_is_as_one_with_its_own_verifier() -> None:

@@ -35,7 +35,7 @@ def trial() -> GrammarTrial:
 def test_one_that_takes_minutes_is_refused_within_seconds_and_others_are_not(trial: GrammarTrial) -> None:
     trial(GRAMMAR)
     servers = children()
-    with pytest.raises(InvalidRequest, match="too long or too much memory") as refused:
+    with pytest.raises(InvalidRequest, match="must be compiled within") as refused:
         trial(MINUTES)
     assert refused.value.field == "params.grammar.json_schema"
     trial(Grammar(json_object=True))
