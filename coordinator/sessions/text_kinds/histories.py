@@ -38,16 +38,15 @@ class TextHistories:
         """Wait while guesses in such a text do not pay: beside others, as far as is known; alone, while it has a debt.
 
         A long prompt is dear to read, so its answer shows first whether it copies. `pay` takes as long as a choice of
-        plan, so it is asked when the kind of the text has changed or the load fell. `wait` is called as long as it waits.
+        plan, so it is asked when the kind of the text changed or the load fell. `wait` is called as long as it waits.
         """
         text, paid, pause, judged = self._text, 0, POLL_ALONE_S, ("", 99)
         while session.shared or text.may_copy or self._settle(text.kind, REFILL * (len(tokens) - paid)) < 0.0:
             pause = POLL_ALONE_S if len(tokens) > paid or text.may_copy else min(POLL_S, 2 * pause)
-            paid = len(tokens)
-            if paid >= text.due:
+            if (paid := len(tokens)) >= text.due:
                 text.read(tokens)
-            load = int(session.other_sessions.value).bit_length()
-            before, judged = judged, (text.kind, min(load, judged[1]) if text.kind == judged[0] else load)
+            least = judged[1] if text.kind == judged[0] else 99
+            before, judged = judged, (text.kind, min(least, int(session.other_sessions.value).bit_length()))
             if session.shared and judged != before:
                 self.start(own, session.pair, alone=True)
                 if pay():
