@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -325,7 +326,7 @@ def page(found: Sequence[Fate]) -> str:
         "No toy model could be built here. A real model is checked against itself at start like any other.",
         "",
     ]
-    lines += [", ".join(each.name for each in unbuilt) + ".", ""]
+    lines += [*textwrap.wrap(", ".join(each.name for each in unbuilt) + ".", 140), ""]
     return "\n".join(lines)
 
 
