@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, Unavailable
 from outrider.protocol.sampling_params import Grammar
 from outrider.speculation.grammar import GrammarCompiler
 
@@ -36,9 +36,12 @@ class GrammarTrial:
     def __call__(self, grammar: Grammar) -> None:
         """Raise InvalidRequest if the compilation of a grammar fails in another way than by an error."""
         with self._lock:
-            if grammar not in self._refused and (self._ask(grammar) or self._ask(grammar)) == b"1":
-                return
-            self._refused.append(grammar)
+            if grammar not in self._refused:
+                if (answer := self._ask(grammar) or self._ask(grammar)) == b"1":
+                    return
+                if not answer:
+                    raise Unavailable("the process that tries grammars does not start")
+                self._refused.append(grammar)
         raise InvalidRequest.of(grammar.field, grammar.text, f"compiled within {_SECONDS} s and {_MEMORY >> 30} GiB")
 
     def _ask(self, grammar: Grammar) -> bytes:
@@ -53,10 +56,12 @@ class GrammarTrial:
 
     def _start(self) -> Connection:
         ours, theirs = Pipe()
-        null, one_thread = subprocess.DEVNULL, {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # it forks
+        null, own = subprocess.DEVNULL, {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
         with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
-            server = subprocess.Popen(command, 0, None, null, null, null, pass_fds=[theirs.fileno()], env=one_thread)
+            command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno())]
+            server = subprocess.Popen(
+                command, stdin=null, stdout=null, stderr=null, pass_fds=[theirs.fileno()], env=os.environ | own
+            )
         weakref.finalize(ours, _end, server)
         ours.send((self._tokenizer(), self._ends))
         return ours
@@ -77,7 +82,8 @@ def _serve(coordinator: Connection) -> None:
         if (child := os.fork()) == 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
-            resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+            if resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY:
+                resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
             with suppress(InvalidRequest):  # the coordinator finds the same
                 compiler.start(grammar)
             os._exit(0)

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from coordinator.workers.grammar_trial import GrammarTrial
 from outrider.models.tokenizer import tokenizer_json
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, Unavailable
 from outrider.protocol.sampling_params import Grammar, SamplingParams
 from outrider.speculation.grammar import GrammarCompiler
 from outrider.testing.toy_models import byte_tokenizer
@@ -63,6 +64,26 @@ def test_a_server_that_was_ended_is_started_again(trial: GrammarTrial) -> None:
     os.kill(server, signal.SIGKILL)
     trial(GRAMMAR)
     assert len(children() - before - {server}) == 1
+
+
+def test_the_server_is_this_one_s_wherever_it_starts(
+    trial: GrammarTrial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("coordinator", "outrider"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    trial(GRAMMAR)
+
+
+def test_a_server_that_does_not_start_is_no_fault_of_the_grammar(
+    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(Unavailable):
+        trial(GRAMMAR)
+    monkeypatch.undo()
+    trial(GRAMMAR)
 
 
 def test_the_server_ends_with_its_owner() -> None:
