@@ -7,6 +7,7 @@ import ipaddress
 from outrider.protocol.errors import InvalidRequest
 
 _FORM = "host:port, or [address]:port for IPv6"
+ANY_HOST = ("0.0.0.0", "::")  # noqa: S104  # to listen on all interfaces; no certificate names them
 
 
 def split(endpoint: str, *, lowest_port: int = 1) -> tuple[str, int]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.rule import Rule
@@ -15,6 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from outrider.base.config import option, redis_url
+from outrider.base.endpoint import ANY_HOST, bracketed
 from outrider.base.logs import set_up_logs
 from outrider.base.processes import end_on_signals
 from outrider.cli import options
@@ -30,8 +32,6 @@ from outrider.models.hub import DEFAULT, DEFAULT_NAME
 from outrider.protocol.errors import OutriderError, StartupError
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.security.tls import SYSTEM
-
-Port = Annotated[int, option("--port", "Port of the first coordinator; others take the next ones.", max=65535)]
 
 
 def _defaults_from(context: typer.Context, config: str) -> str:
@@ -58,7 +58,7 @@ def up(
     coordinators: Annotated[int, option("--coordinators", "Number of coordinators.", min=1)] = 1,
     host: Annotated[str, option("--host", "Address to listen on; 0.0.0.0 for all of IPv4, :: for all.")] = "127.0.0.1",
     insecure: Annotated[bool, option("--insecure", "Allow a --host other than loopback without API keys.")] = False,
-    port: Port = 50050,
+    port: Annotated[int, option("--port", "Port of the first coordinator; others take the next.", max=65535)] = 50050,
     http_port: Annotated[
         int, option("--http-port", "Port of the first coordinator's HTTP API and playground; -1: none.", min=-1)
     ] = 8000,
@@ -121,32 +121,32 @@ def up(
     overrides = merged(read_file(Path(config))[1] if config else {}, read_assignments(settings or []))
     apart = drafter_apart or any(name.startswith("drafter") for name in overrides)  # for a process of its own
     together = not apart and on_one_cpu(device, drafter_device, engine)
-    given |= {"overrides": overrides, "together": together, "keep": True}
-    plan = LaunchPlan(**given)
+    plan = LaunchPlan(**given, overrides=overrides, together=together, keep=True)
     console = Console()
+    say = partial(console.print, soft_wrap=True)  # a path or a command in one piece
     for hint in ignored_variable_hints({parameter.envvar for parameter in context.command.params}):
-        console.print(f"[yellow]note[/yellow]  {hint}", soft_wrap=True)
+        say(f"[yellow]note[/yellow]  {hint}")
     end_on_signals()
     set_up_logs(log_level, as_json=False, service="up")  # a full disk then costs lines, not the watch over Redis
     try:
         with Starting(console) as view, stack(plan, view.tick) as running:
             view.done()
-            endpoints = ",".join(running.endpoints)
-            logs = escape(str(running.folder))
-            console.print(f"[bold green]ready[/bold green]  gRPC at [bold]{endpoints}[/bold]  logs in {logs}")
+            endpoints, logs = ",".join(running.endpoints), escape(str(running.folder))
+            say(f"[bold green]ready[/bold green]  gRPC at [bold]{escape(endpoints)}[/bold]  logs in {logs}")
             if http_port >= 0:
-                console.print(f"playground at [bold]{running.web}[/bold], OpenAI API at {running.web}/v1")
+                web = escape(_from_here(running.web, host))
+                say(f"playground at [bold]{web}[/bold], OpenAI API at {web}/v1")
             if plan.others:
-                console.print(f"models: {', '.join(each.name for each in plan.targets)}")
-            example = f'outrider generate --endpoint {endpoints}{_tls_flags(running.plan)} --chat "Who are you?"'
-            console.print(f"try: {escape(example)}   Ctrl-C stops", soft_wrap=True)
+                say(f"models: {escape(', '.join(each.name for each in plan.targets))}")
+            flags = f"--endpoint {shlex.quote(_from_here(endpoints, host))}{_tls_flags(running.plan)}"
+            say(escape(f'try: outrider generate {flags} --chat "Who are you?"   Ctrl-C stops'))
             if running.state is not None:
                 kept = ["sessions"] * (not redis_url()) + ["keys for further workers"] * (not fleet_key)
                 until = "" if running.state.kept else " until this ends"
-                console.print(f"{' and '.join(kept) or 'files'} are in {escape(str(running.state.folder))}{until}")
+                say(f"{' and '.join(kept) or 'files'} are in {escape(str(running.state.folder))}{until}")
             if api_keys:
-                console.print("clients need one of the API keys: --api-key or OUTRIDER_API_KEY")
-            watch(running, console.print)
+                say("clients need one of the API keys: --api-key or OUTRIDER_API_KEY")
+            watch(running, say)
     except KeyboardInterrupt:
         console.print("stopped")
 
@@ -240,6 +240,11 @@ def _tls_flags(plan: LaunchPlan) -> str:
     return f" --tls-ca {shlex.quote(plan.tls_ca or SYSTEM)}{name}"
 
 
+def _from_here(address: str, host: str) -> str:
+    """Return the address for callers on this machine, whose certificate names no 0.0.0.0."""
+    return address.replace(bracketed(host), "127.0.0.1") if host in ANY_HOST else address
+
+
 class Starting:
     """Display of starting processes: a live table in a terminal, otherwise one line per stage."""
 
@@ -271,9 +276,9 @@ class Starting:
                 if self._live is None:
                     self._console.print(escape(f"{child.name}: {child.state} {child.address}".rstrip()))
 
-    def _table(self, running: Stack) -> Group:
+    def _table(self, running: Stack) -> Table:
         table = Table(box=None, show_header=False)
         for child in running.children:
             mark = "[green]●[/green]" if child.ready.is_set() else self._spinner
-            table.add_row(mark, child.name, escape(child.state), child.address)
-        return Group(table)
+            table.add_row(mark, child.name, escape(child.state), escape(child.address))
+        return table

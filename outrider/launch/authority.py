@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import socket
 import subprocess
 import tempfile
 from pathlib import Path
 
+from outrider.base.endpoint import ANY_HOST, address
 from outrider.protocol.errors import StartupError
 
 _DAYS = "3650"
@@ -33,24 +33,14 @@ def make_certificate(folder: Path, host: str) -> tuple[Path, Path, Path]:
             made_key.rename(ca_key)
             made.rename(ca)
         wanted, extensions, serial = (scratch / name for name in ("wanted", "extensions", "serial"))
-        extensions.write_text(f"subjectAltName={','.join(_names(host))}\nextendedKeyUsage=serverAuth,clientAuth\n")
+        hosts = dict.fromkeys(["localhost", socket.gethostname(), socket.getfqdn(), "127.0.0.1", "::1", host])
+        named = [one for one in hosts if one not in ANY_HOST and _HOST.fullmatch(one.replace(":", "."))]
+        names = ",".join(f"{'IP' if address(one) else 'DNS'}:{one}" for one in named)
+        extensions.write_text(f"subjectAltName={names}\nextendedKeyUsage=serverAuth,clientAuth\n")
         _openssl("req", *_NEW_KEY, "-subj", "/CN=outrider", "-keyout", key, "-out", wanted)
         signing = ("-CA", ca, "-CAkey", ca_key, "-CAserial", serial, "-CAcreateserial", "-days", _DAYS)
         _openssl("x509", "-req", "-in", wanted, *signing, "-extfile", extensions, "-out", cert)
     return cert, key, ca
-
-
-def _names(host: str) -> list[str]:
-    """Return the names and addresses of this machine, localhost first."""
-    hosts = dict.fromkeys(["localhost", socket.gethostname(), socket.getfqdn(), "127.0.0.1", "::1", host])
-    return [_entry(one) for one in hosts if one not in ("0.0.0.0", "::") and _HOST.fullmatch(one.replace(":", "."))]  # noqa: S104
-
-
-def _entry(host: str) -> str:
-    try:
-        return f"IP:{ipaddress.ip_address(host)}"
-    except ValueError:
-        return f"DNS:{host}"
 
 
 def _openssl(*arguments: str | Path) -> None:

@@ -125,8 +125,7 @@ def merged(first: Overrides, then: Overrides) -> Overrides:
 def make_services(kind: str, given: Sequence[Mapping[str, Any]], overrides: Overrides) -> list[ServiceSpec]:
     """Return a service for each element of `given`, the settings from `up`. Raise StartupError for invalid settings."""
     for name in overrides:
-        _, number = _parts(name)
-        if name.startswith(kind) and number > len(given):
+        if name.startswith(kind) and _parts(name)[1] > len(given):
             where = next(iter(overrides[name].values())).where
             raise _refused(where, name, f"is not among the {len(given)} of its kind that are started")
     return [_service(kind, f"{kind}-{number}", own, overrides) for number, own in enumerate(given, start=1)]
@@ -185,12 +184,8 @@ def _service(kind: str, name: str, own: Mapping[str, Any], overrides: Overrides)
     more = {**overrides.get(kind, {}), **overrides.get(name, {})}
     # Another kind of drafter does not use the model of the one that it replaces.
     own = {key: value for key, value in own.items() if key != "model" or "kind" not in more}
-    return ServiceSpec(name, kind, _made(kind, name, own, more))
-
-
-def _made(kind: str, name: str, own: Mapping[str, Any], more: Mapping[str, GivenSetting]) -> Settings:
     try:
-        return KINDS[kind](**{**own, **{key: given.value for key, given in more.items()}})
+        settings = KINDS[kind](**{**own, **{key: given.value for key, given in more.items()}})
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0])
@@ -199,6 +194,7 @@ def _made(kind: str, name: str, own: Mapping[str, Any], more: Mapping[str, Given
         value = "" if secret else first["input"]
         message = f"{where}{name}.{key.replace('_', '-')}{'' if secret else f' is {value!r}'}: {first['msg']}"
         raise StartupError(message, field=key, value=value) from error
+    return ServiceSpec(name, kind, settings)
 
 
 def _known(name: str, key: str, where: str) -> str:

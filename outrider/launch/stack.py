@@ -59,7 +59,6 @@ class LaunchPlan:
     engine: str = "auto"
     quantization: str = "none"
     log_level: str = "info"
-    log_json: bool = False
     api_keys: str = field(default="", repr=False)
     open_metrics: bool = False  # /metrics needs no API key
     fleet_key: str = field(default="", repr=False)  # empty: a generated one
@@ -281,7 +280,7 @@ def workers(plan: LaunchPlan, endpoints: Sequence[str]) -> list[ServiceSpec]:
 
 def _common(plan: LaunchPlan, kind: str) -> dict[str, Any]:
     """Return the settings of all services, and the keys that this kind needs."""
-    own: dict[str, Any] = {"log_level": plan.log_level, "log_json": plan.log_json, "otlp_endpoint": plan.otlp_endpoint}
+    own: dict[str, Any] = {"log_level": plan.log_level, "otlp_endpoint": plan.otlp_endpoint}
     own |= {name: getattr(plan, name) for name in ("tls_cert", "tls_key", "tls_ca", "tls_name")}
     if kind != "verifier" or plan.together:
         own["drafter_key"] = plan.drafter_key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from typer.testing import CliRunner, Result
 from outrider.base.config import PREFIX
 from outrider.cli import up
 from outrider.cli.app import app
-from outrider.launch.stack import Child, LaunchPlan, Stack
+from outrider.launch.stack import Child, LaunchPlan, Stack, with_certificate
 from outrider.protocol.errors import InvalidRequest, StartupError
+from tests.certificates import Authority
 from tests.cluster import ROOT
 
 FILE = """
@@ -171,6 +173,38 @@ def test_the_example_shows_how_to_trust(plan: LaunchPlan, flags: str) -> None:
     assert up._tls_flags(plan) == flags
 
 
+@pytest.mark.parametrize(
+    ("host", "listening", "called"),
+    [("fd00::1", "[fd00::1]", "[fd00::1]"), ("0.0.0.0", "0.0.0.0", "127.0.0.1"), ("::", "[::]", "127.0.0.1")],
+)
+def test_addresses_are_told_whole_and_as_callers_write_them(
+    host: str, listening: str, called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An address may look like a mark of the display's own, and be one that no certificate names."""
+    authority = Authority.make(tmp_path)
+    mine = authority.issue("mine")
+    folder = tmp_path / "a folder whose path is longer than the terminal is wide"
+
+    @contextlib.contextmanager
+    def started(plan: LaunchPlan, *_: object) -> Iterator[Stack]:
+        running = Stack(with_certificate(plan), "", folder)
+        running.children.append(Child("coordinator-1", [], folder / "log", {}, address=f"{listening}:50050"))
+        running.children[0].http_address = f"{listening}:8000"
+        yield running
+
+    monkeypatch.setattr(up, "stack", started)
+    monkeypatch.setattr(up, "watch", lambda *_: None)
+    monkeypatch.setattr(up, "end_on_signals", lambda: None)
+    monkeypatch.setattr(up, "set_up_logs", lambda *_, **__: None)
+    monkeypatch.setenv("COLUMNS", "40")
+    certified = ["--tls-cert", str(mine.cert), "--tls-key", str(mine.key), "--tls-ca", str(authority.path)]
+    result = CliRunner().invoke(app, ["up", "--host", host, "--insecure", "--drafter", "suffix", *certified])
+    assert result.exit_code == 0, result.output
+    assert f"gRPC at {listening}:50050  logs in {folder}\n" in result.output
+    assert f"playground at https://{called}:8000, OpenAI API at https://{called}:8000/v1\n" in result.output
+    assert f"outrider generate --endpoint {shlex.quote(called + ':50050')} --tls-ca {authority.path} " in result.output
+
+
 def test_a_port_that_there_is_not_starts_nothing(plans: list[LaunchPlan], tmp_path: Path) -> None:
     """Not even the folder of its state."""
     result = CliRunner().invoke(app, ["up", "--port", "65536", "--state-dir", str(tmp_path / "state")])
@@ -193,11 +227,13 @@ def test_a_stage_is_shown_as_the_service_told_it(terminal: bool, term: str, tmp_
     """Its text may hold brackets, as tokens do, which are marks of the display's own. A simple terminal has lines."""
     output = io.StringIO()
     child = Child("drafter-1", [], tmp_path / "log", {}, state="not registered: first at token id 3: '[/INST]'")
+    child.address = "[fd00::1]:50052"
     running = Stack(LaunchPlan(), "", tmp_path)
     running.children.append(child)
     with up.Starting(Console(file=output, force_terminal=terminal, width=100, _environ={"TERM": term})) as view:
         view.tick(running)
     assert child.state in output.getvalue()
+    assert child.address in output.getvalue()
 
 
 _ON_A_FULL_DISK = """
