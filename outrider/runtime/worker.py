@@ -11,7 +11,7 @@ from outrider.base.config import WorkerSettings
 from outrider.base.logs import report_progress, set_up_logs
 from outrider.base.openmp import compute_alone, release_threads
 from outrider.runtime.serving import Service, serve
-from outrider.runtime.worker_service import coordinators
+from outrider.runtime.worker_service import addresses, check_address
 from outrider.security.credentials import Credentials
 
 _SWITCH_S = 1e-4  # after which a thread that computes gets the interpreter from the event loop, which sends verdicts
@@ -22,7 +22,8 @@ def run_worker(name: str, settings: WorkerSettings, build: Callable[[Callable[[s
     set_up_logs(settings.log_level, as_json=settings.log_json, service=name)
     # Report an unreadable key or certificate, or a wrong address, before the model is loaded.
     Credentials(settings)
-    coordinators(settings)
+    addresses("coordinators", settings.coordinators)
+    check_address("advertise", settings.advertise)
 
     async def run() -> None:
         interrupted = signal.getsignal(signal.SIGINT)

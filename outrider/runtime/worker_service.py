@@ -14,13 +14,13 @@ import grpc
 
 from outrider.base.aio import Call, cancel_all, critical_task
 from outrider.base.config import WorkerSettings
-from outrider.base.endpoint import bracketed
+from outrider.base.endpoint import ANY_HOST, bracketed, split
 from outrider.multiplex.server import MultiplexedService
 from outrider.observability.metrics import Metrics
 from outrider.observability.metrics_server import MetricsServer
 from outrider.observability.tracing import Tracing
 from outrider.protocol import convert
-from outrider.protocol.errors import StartupError
+from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.protocol.fleet import WorkerInfo, WorkerLoad
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.runtime.registration_client import RegistrationClient
@@ -71,12 +71,12 @@ class WorkerService(MultiplexedService):
         self._about = replace(
             about,
             worker_id=f"{socket.gethostname()}-{secrets.token_hex(4)}",
-            address=check_address("advertise", settings.advertise) if settings.advertise else "",
+            address=check_address("advertise", settings.advertise),
             machine=machine_id(),
             capacity=settings.max_sessions,
         )
         self._registration = RegistrationClient(
-            coordinators(settings),
+            addresses("coordinators", settings.coordinators),
             lambda: replace(self._about, load=self._worker_loop.load(), draining=self._draining),
             vocabulary,
             lambda: Channels.of(self.credentials),
@@ -88,7 +88,7 @@ class WorkerService(MultiplexedService):
 
     async def start(self, port: int) -> None:
         if not self._about.address:
-            host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host  # noqa: S104
+            host = socket.gethostname() if self._host in ANY_HOST else self._host
             self._about = replace(self._about, address=f"{bracketed(host)}:{port}")
         self._metrics_server.open()
         self._tasks = [
@@ -126,12 +126,15 @@ def machine_id() -> str:
         return ""
 
 
-def coordinators(settings: WorkerSettings) -> list[str]:
-    return [check_address("coordinators", part) for part in settings.coordinators.split(",") if part]
+def addresses(field: str, text: str) -> list[str]:
+    """Return the addresses of a comma-separated setting. Raise StartupError for one that cannot be called."""
+    return [check_address(field, part) for part in text.split(",") if part]
 
 
 def check_address(field: str, text: str) -> str:
-    host, colon, port = text.strip().rpartition(":")
-    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-        raise StartupError(f"{field} is {text!r}, must be host:port", field=field, value=text, limit="host:port")
+    try:
+        if text:  # else it is not given
+            split(text)
+    except InvalidRequest as error:
+        raise StartupError(f"{field} is {text!r}, must be {error.limit}", field=field, value=text) from error
     return text.strip()

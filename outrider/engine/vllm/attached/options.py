@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, Field, ValidationError
 
 from outrider.protocol.errors import StartupError
-from outrider.runtime.worker_service import check_address
+from outrider.runtime.worker_service import addresses
 from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
 from outrider.security.tls import Tls
@@ -44,7 +44,7 @@ class AttachOptions(BaseModel, extra="forbid", frozen=True, hide_input_in_errors
 
     @property
     def addresses(self) -> list[str]:
-        return [check_address("outrider.coordinators", part) for part in self.coordinators.split(",") if part]
+        return addresses("outrider.coordinators", self.coordinators)
 
     def channels(self) -> Channels:
         tls = Tls.load(cert=self.tls_cert, key=self.tls_key, ca=self.tls_ca, name=self.tls_name)
