@@ -258,6 +258,19 @@ def test_only_workers_get_torch() -> None:
         assert ("'models'" in path.read_text()) == (path.suffix == ".worker"), path.name
 
 
+@pytest.mark.parametrize("name", ["coordinator", "worker", "vllm", "vllm-gpu"])
+def test_the_images_user_can_read_the_health_check_of_a_private_checkout(name: str, tmp_path: Path) -> None:
+    """`COPY` from the checkout keeps its modes, and under umask 077 these are 0600, of root in the image."""
+    text = (ROOT / "deploy" / f"Dockerfile.{name}").read_text()
+    assert not re.search(r"^COPY (?!--from).*healthcheck", text, re.MULTILINE)
+    (command,) = re.findall(r"install -m \d+ deploy/healthcheck.py /opt/healthcheck.py", text)
+    (tmp_path / "deploy").mkdir()
+    (tmp_path / "deploy" / "healthcheck.py").touch(0o600)
+    line = command.replace("/opt/", f"{tmp_path}/")
+    subprocess.run(["sh", "-ec", line], cwd=tmp_path, check=True, timeout=10, umask=0o077)
+    assert (tmp_path / "healthcheck.py").stat().st_mode & 0o444 == 0o444
+
+
 @pytest.mark.parametrize("cuda", [True, False])
 def test_workers_on_cuda_get_the_compiler_that_triton_needs(cuda: bool, tmp_path: Path) -> None:
     """The last stage's own command, with the packages that torch brings and with an `apt-get` that notes its calls."""
