@@ -51,13 +51,13 @@ def serve(
     if service not in ("verifier", "drafter", "coordinator"):
         raise typer.BadParameter(f"{service!r} is not a service: verifier, drafter or coordinator")
     # Replace this process, so that signals reach the service.
-    os.execv(sys.executable, [sys.executable, "-m", service, *context.args])  # noqa: S606
+    os.execv(sys.executable, [sys.executable, "-P", "-m", service, *context.args])  # noqa: S606
 
 
 @app.command(context_settings=_PASSED_ON, add_help_option=False)
 def drafters(context: typer.Context) -> None:
     """Examine published drafters: `outrider drafters inspect DIR --target ...` tells the format and the fit."""
-    os.execv(sys.executable, [sys.executable, "-m", "drafter.published", *context.args])  # noqa: S606
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "drafter.published", *context.args])  # noqa: S606
 
 
 @models_app.command()

