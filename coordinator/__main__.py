@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import outrider.base.no_torch  # noqa: F401
+from outrider.base.config import main, redis_url, resolved_redis_url  # before anything imports gRPC
 
 # isort: split
 
@@ -12,7 +13,6 @@ import contextlib
 import structlog
 
 from coordinator.api.service import CoordinatorService
-from outrider.base.config import main, redis_url, resolved_redis_url
 from outrider.base.logs import report_progress, set_up_logs
 from outrider.runtime.embedded_redis import embedded_redis
 from outrider.runtime.serving import serve

@@ -20,6 +20,9 @@ from pydantic.fields import FieldInfo
 from outrider.base.endpoint import is_loopback
 from outrider.protocol.errors import OutriderError, StartupError
 
+# gRPC's core reads this when it is imported. Else it writes a line for every fault of a caller, past the log.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 PREFIX = "OUTRIDER_"
 KV_TOKENS = 65_536  # of a cache whose capacity is not given
 ENGINES = ("auto", "native", "cuda", "transformers", "vllm", "mock")

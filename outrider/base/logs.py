@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 import sys
 from typing import TextIO, cast
 
@@ -41,8 +40,6 @@ class LossyStream(io.TextIOBase):
 
 
 def set_up_logs(level: str, *, as_json: bool, service: str) -> None:
-    # gRPC's core bypasses this module and writes a line for every fault of a caller.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     number = getattr(logging, level.upper())
 
     def name_service(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

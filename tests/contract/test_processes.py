@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from outrider.launch.services import ServiceSpec
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
+from tests.certificates import Authority
 from tests.cluster import (
     ROOT,
     Cluster,
@@ -337,6 +339,22 @@ def test_a_closed_terminal_ends_a_service_in_order(tmp_path: Path) -> None:
     assert "draining" in rest
     assert serving.returncode == 0
     assert not list(tmp_path.glob("outrider-redis-*")), "prompts are in it"
+
+
+def test_a_failed_handshake_leaves_the_log_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's core writes a line of its own for each, unless it was told before it was imported."""
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)  # which this process has set for itself
+    mine = Authority.make(tmp_path).issue("mine")
+    tls = ("--tls-cert", str(mine.cert), "--tls-key", str(mine.key), "--log-json")
+    with started("coordinator", "--http-port", "-1", "--redis-url", "redis://127.0.0.1:1", *tls) as serving:
+        assert serving.stdout is not None
+        ready = next(line for line in serving.stdout if line.startswith("progress: ready at "))
+        with socket.create_connection(("127.0.0.1", int(ready.rpartition(":")[2])), timeout=10) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert stranger.recv(1) == b"", "the handshake has failed"
+        serving.send_signal(signal.SIGTERM)
+        rest, _ = serving.communicate(timeout=60)
+    assert {json.loads(line)["service"] for line in rest.splitlines()} == {"coordinator"}
 
 
 @pytest.mark.parametrize("url", ["redis://:sec/ret@127.0.0.1:1/0", "redis://:sec#ret@h:1/0", "redis://h:1/0?sec=ret"])
