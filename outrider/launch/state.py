@@ -97,6 +97,6 @@ def _private(folder: Path) -> Path:
             raise StartupError(f"state_dir {folder} belongs to another user", field="state_dir", value=folder)
         folder.chmod(_PRIVATE)
     except OSError as error:
-        message = f"state_dir: cannot use {folder}: {error.strerror}"
+        message = f"state_dir: cannot use {folder}: {error.strerror}; give --state-dir, or set OUTRIDER_HOME"
         raise StartupError(message, field="state_dir", value=folder, limit="a folder") from error
     return folder
