@@ -44,6 +44,8 @@ _NAMED = re.compile(r" // ([\w-]+)\n *\^")  # the comment of the line with the e
 LOWEST, MAX_REPEATED = -9.2e18, 2_000
 _REPEATED = re.compile(r"[^\s*+?][*+?]|\{\d")
 _NEGATIVE = re.compile(r"(?<=[\s:,[])-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")  # numbers in JSON
+_CONSTANTS, _LONG = re.compile(r'"(?:const|enum)"\s*:([^":}]*)'), re.compile(r"(?<![\d.+])\d{16,}(?![\d.eE])")
+_TEXTS = re.compile(r'("(?:const|enum)"\s*:)|"(?:[^"\\]|\\.)*"')
 
 # Whitespace between the parts of a JSON text: none, one space, or a line break with indentation.
 WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
@@ -282,9 +284,12 @@ def _definition(grammar: Grammar) -> str:
         raise ValueError(f"more than {MAX_REPEATED} repetitions")
     if grammar.regex:
         return LLMatcher.grammar_from_regex(grammar.regex)
-    text = re.sub(r'"(?:[^"\\]|\\.)*"', "", grammar.text) if grammar.json_schema else grammar.text  # lark hides quotes
+    text = _TEXTS.sub(r"\1", grammar.text) if grammar.json_schema else grammar.text  # lark hides quotes
     if any(float(number) <= LOWEST for number in _NEGATIVE.findall(text)) or grammar.lark.lstrip()[:1] == "{":
         raise ValueError(f"numbers must be above {LOWEST:g}, and lark no list of grammars in JSON, which may hide one")
+    for number in map(int, _LONG.findall(" ".join(_CONSTANTS.findall(text)))):
+        if number > -LOWEST or number != float(number):
+            raise ValueError(f"const or enum has {number}, which is written rounded to a double: make it a string")
     if grammar.lark:
         return LLMatcher.grammar_from_lark(grammar.lark)
     return LLMatcher.grammar_from_json_schema(grammar.json_schema or '{"type": "object"}', defaults=WHITESPACE)

@@ -411,6 +411,33 @@ def test_numbers_in_texts_and_higher_ones_are_taken(grammars: GrammarCompiler) -
     assert followers(grammars.compile(asked(regex="(at: -10000000000000000000)?")))
 
 
+ROUNDED = [
+    '{"const": 9007199254740993}',
+    '{"type":"integer","enum":[1,-9007199254740993]}',
+    '{"const": 1' + "0" * 400 + "}",
+    r'{"properties": {"\"": {"enum" : ["1", "a, \"b\"", 123456789012345678]}}}',
+    '{"properties": {"enum": {"const": 1180591620717411303424, "title": "2**70"}}}',
+]
+
+
+@pytest.mark.parametrize("schema", ROUNDED)
+def test_no_number_is_asked_for_that_would_be_written_as_another_one(grammars: GrammarCompiler, schema: str) -> None:
+    forms = [{"json_schema": schema}, *([] if '"1"' in schema else [{"lark": f"start: %json {schema}"}])]
+    for form in forms:  # of lark's quotes not all enclose texts
+        with pytest.raises(InvalidRequest, match="written rounded to a double"):
+            grammars.compile(asked(**form))
+
+
+def test_numbers_that_are_written_as_they_are_given_are_taken(grammars: GrammarCompiler) -> None:
+    ids = [9007199254740991, 9007199254740994, 1152921504606846976, "9007199254740993", 1.2345678901234567]
+    bounds = {"type": "integer", "maximum": 9223372036854775807}
+    schema = {"properties": {"id": {"enum": ids, "maximum": 18446744073709551615}, "const": bounds}}
+    assert followers(grammars.compile(asked(json_schema=json.dumps(schema))))
+    for number in ids:
+        guide = grammars.compile(asked(json_schema=json.dumps({"enum": ids})))
+        assert guide.count_allowed(spelt(json.dumps(number))) == len(json.dumps(number))
+
+
 def test_a_grammar_that_takes_too_much_fails_in_bounded_time(grammars: GrammarCompiler) -> None:
     params = asked(regex="((((a{100}){100}){100}){100})")
     began = time.process_time()
