@@ -78,13 +78,11 @@ class Forecast:
 
     def seconds(self, request: SessionRequest, line: Line) -> tuple[float, float]:
         """Return the time in the queue and the time of the answer, each 0 where too little is known."""
-        since = time.monotonic() - KEPT_S
-        recent = [served for served in self._served if served.at >= since]
+        recent = [served for served in self._served if served.at >= time.monotonic() - KEPT_S]
         queued_s = line.ahead * _low(served.after_s for served in recent) / max(1, line.seats)
         # A request that shared the verifiers with more others than now was slower than this one will be.
         alike = [served for served in recent if served.load <= line.in_use + 1]
-        params, prompt = request.params, len(request.prompt)
-        output = params.max_tokens
+        params, prompt, output = request.params, len(request.prompt), request.params.max_tokens
         if not params.ignore_eos or params.stop or params.stop_token_ids or params.grammar is not None:
             output = min(output, int(_low(served.output for served in alike)))
         # Shorter prompts say nothing of a long one: their time is mostly that of a step.

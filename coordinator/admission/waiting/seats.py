@@ -28,6 +28,7 @@ from outrider.protocol.statistics import GenerationStats
 
 AGEING_S = 10.0
 _POLL_S = 0.5  # verifiers join and leave without notification
+_RESTART_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,20 @@ class Seats:
     """Seats of one target in use, and queues by class and tenant."""
 
     def __init__(self, capacity: Callable[[], Capacity], *, several: Callable[[], bool]) -> None:
-        self._capacity = capacity
+        self._capacity, self._last, self._gone_at = capacity, Capacity(0, 0), 0.0
         self._several = several
         self._tenants: dict[str, _Usage] = {}
         self._queues: dict[tuple[int, str], deque[Seat]] = {}
         self._classes = False  # a request has named one
         self._forecast = Forecast()
+
+    def _room(self) -> Capacity:
+        """Return the capacity; while the last verifier may be restarting, what it was: queues keep their order."""
+        if (capacity := self._capacity()).seats:
+            self._last, self._gone_at = capacity, 0.0
+            return capacity
+        self._gone_at = self._gone_at or time.monotonic()
+        return self._last if time.monotonic() - self._gone_at < _RESTART_S else capacity
 
     # Requests that have not begun.
 
@@ -79,7 +88,7 @@ class Seats:
 
     def _line(self, tenant: str, priority: int) -> Line:
         """Return where a new request would stand. Only its own key's requests are surely served before it."""
-        seats, in_use = self._capacity().seats, self._used()[0]
+        seats, in_use = self._room().seats, self._used()[0]
         queued = [queue for (known, holder), queue in self._queues.items() if holder == tenant and known <= priority]
         ahead = in_use + sum(map(len, queued)) + 1 - seats if 0 < seats <= in_use else 0
         return Line(seats, in_use, ahead)
@@ -88,7 +97,7 @@ class Seats:
         """Take the figures of a session that is about to leave, if it had this seat from its beginning to its end."""
         if not record.finished or not math.isfinite(seat.since):
             return
-        seats, load = self._capacity().seats, max(seat.load, self._used()[0])
+        seats, load = self._room().seats, max(seat.load, self._used()[0])
         # Beyond the capacity it waited at a verifier: nothing is known of its prefill.
         prompt = len(record.request.prompt) if seat.load <= seats else 0
         figures = Served.of(prompt, len(record.tokens), stats(), waited_s=seat.waited_s, load=min(load, seats))
@@ -127,7 +136,7 @@ class Seats:
 
     def _admit(self) -> None:
         """Admit waiting sessions while there is capacity."""
-        capacity = self._capacity()
+        capacity = self._room()
         while (key := self._next(capacity)) is not None:
             seat, usage = self._queues[key][0], self._tenants[key[1]]
             self._leave(key, seat)

@@ -142,6 +142,20 @@ async def test_a_verifier_that_comes_makes_room() -> None:
     await crowd.cancel()
 
 
+async def test_a_restart_of_the_only_verifier_lets_nobody_in_out_of_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that waited came to the next one at once, in any order, and beyond its own queue they were refused."""
+    crowd = Crowd(Capacity(4, 100))
+    await crowd.come("greedy", 8)
+    crowd.room = Capacity(0, 0)  # as while it drains
+    await crowd.come("other", 2)
+    await crowd.leave("greedy 0")
+    assert (crowd.of("greedy"), crowd.of("other")) == (2, 1)
+    monkeypatch.setattr(module, "_RESTART_S", 0.0)  # it does not come back: those that wait learn of it
+    await crowd.leave("greedy 1")
+    assert (crowd.of("greedy"), crowd.of("other")) == (6, 2)
+    await crowd.cancel()
+
+
 async def test_one_that_lost_its_verifier_does_not_wait_behind_those_that_have_yet_to_begin() -> None:
     crowd = Crowd(Capacity(8, 0))
     await crowd.come("greedy", 20)
