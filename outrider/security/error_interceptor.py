@@ -151,6 +151,7 @@ async def abort(context: Call, error: OutriderError) -> NoReturn:
     """End a call with a status and the error as trailing metadata."""
     metadata = ((convert.ERROR_KEY, convert.error_to_proto(error).SerializeToString()),)
     details = error.message.encode("ascii", "replace").decode()  # gRPC triples other bytes, and headers are small
+    error.with_traceback(None)  # of frames that keep the error, or a task that it has ended: a cycle
     try:
         await context.abort(grpc_status(error), details, trailing_metadata=metadata)
     except grpc.aio.AbortError as kept:  # gRPC keeps it in a cycle with the call, and its traceback keeps the request

@@ -149,7 +149,8 @@ class Refusing(grpc.GenericRpcHandler):
 
     async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[bytes]:
         async for request in requests:
-            await self._unary(request, context)
+            working = asyncio.create_task(self._unary(request, context))  # which its own frame then keeps
+            await working
             yield b""
 
 
