@@ -93,13 +93,11 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
             super().process_request(request, client_address)
         else:
             log.warning("metrics request rejected: too many at once", limit=MOST)
-            self.shutdown_request(request)
+            super().shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
+    def shutdown_request(self, request: Any) -> None:
+        self._slots.release()  # also where no thread could be started for it
+        super().shutdown_request(request)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         request.settimeout(REQUEST_S)

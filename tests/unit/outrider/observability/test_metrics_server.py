@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -108,6 +109,17 @@ def test_slow_callers_are_hung_up_on_and_do_not_pile_up(monkeypatch: pytest.Monk
                 with suppress(OSError):  # hung up on, as it should be
                     one.sendall(b"G")
             time.sleep(0.2)
+        until(lambda: answers(port), 5, "a free seat for Prometheus")
+
+
+def test_a_request_for_which_no_thread_can_be_started_takes_no_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with serving() as port:
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", none_left)
+            assert not any(answers(port) for _ in range(MOST))
         until(lambda: answers(port), 5, "a free seat for Prometheus")
 
 
