@@ -14,7 +14,7 @@ from verifier.session import VerifyOpening, VerifySession
 from verifier.target import VerifyTarget
 
 _REMEMBERED_EPOCHS = 16_384
-EPOCH_KEPT_S = 600.0  # after its stream was opened; longer than a coordinator takes to notice that it lost a session
+EPOCH_KEPT_S = 600.0  # after its last stream; longer than a coordinator takes to notice that it lost a session
 _RETRY_AFTER_MS = 1_000
 
 
@@ -47,9 +47,9 @@ class Admission:
             raise Fenced(message, field="open.epoch", value=opening.epoch, limit=f"at least {known}")
         session = VerifySession(opening, self._target.info, self._target.device, guide)
         self._check_size(session)
-        self._epochs.record(opening.session_id, opening.epoch)
         if current is not None:
             self.close(current, Fenced(f"session {current.id} was taken over by epoch {opening.epoch}"))
+        self._epochs.record(opening.session_id, opening.epoch)
         self.waiting.append(session)
         self.admit_waiting()
         if len(self.waiting) > self._limits.max_waiting:
@@ -64,6 +64,7 @@ class Admission:
         if session.closed:
             return
         session.end(error)
+        self._epochs.record(session.id, session.epoch)
         if self.running.get(session.id) is session:
             del self.running[session.id]
             self.reserved_tokens -= self._tokens_to_reserve(session)
@@ -103,15 +104,15 @@ class Admission:
 
 
 class _EpochMemory:
-    """Highest epochs of recently opened sessions. They expire: a forged high epoch must not block an id for ever."""
+    """Highest epochs of recent sessions. They expire: a forged high epoch must not block an id for ever."""
 
     def __init__(self) -> None:
         self._epochs: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
     def latest(self, session_id: str) -> int:
         """Return the latest epoch of a session; −1 if it is unknown or has expired."""
-        epoch, opened_at = self._epochs.get(session_id, (-1, 0.0))
-        return epoch if time.monotonic() - opened_at < EPOCH_KEPT_S else -1
+        epoch, used_at = self._epochs.get(session_id, (-1, 0.0))
+        return epoch if time.monotonic() - used_at < EPOCH_KEPT_S else -1
 
     def record(self, session_id: str, epoch: int) -> None:
         self._epochs[session_id] = epoch, time.monotonic()

@@ -142,6 +142,10 @@ def test_an_epoch_that_no_stream_holds_is_forgotten_in_time(monkeypatch: pytest.
     with pytest.raises(Fenced):
         admitted.open(opening("held", epoch=1))
     assert not held.closed
+    admitted.close(held)
+    now += EPOCH_KEPT_S - 1
+    with pytest.raises(Fenced):
+        admitted.open(opening("held", epoch=1))
 
 
 def test_epochs_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
