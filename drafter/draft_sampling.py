@@ -14,12 +14,6 @@ from outrider.speculation import noise, sampling
 from outrider.speculation.exponential_race import shared_choices, shared_draw
 from outrider.speculation.sampling import History
 
-
-def scatter_to_vocabulary(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return logits over the whole vocabulary, −inf for ids other than `ids`.  # [tokens, vocab]"""
-    return logits.new_full((len(logits), vocab_size), float("-inf")).index_copy_(1, ids, logits)
-
-
 Ids = torch.Tensor | None  # of the columns of logits, ascending; None: the whole vocabulary
 
 
@@ -31,7 +25,7 @@ def adjust_logits(
     if ids is not None:
         if not (params.penalised or params.logit_bias or request.grammar_cursor):
             return logits, ids
-        logits = scatter_to_vocabulary(logits, ids, request.vocab_size)
+        logits = logits.new_full((len(logits), request.vocab_size), float("-inf")).index_copy_(1, ids, logits)
     logits = logits[:, : request.vocab_size]
     if params.penalised:
         history = History(tokens, request.prompt_length, logits.shape[-1], logits.device)

@@ -14,7 +14,6 @@ import structlog
 from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.session_record import SessionRequest
 from coordinator.persistence.store import Store
-from outrider.protocol.checks import check_count
 from outrider.protocol.errors import Conflict
 from outrider.security.tenants import tenant
 
@@ -58,11 +57,6 @@ class IdempotencyKeys:
             message = "this idempotency_key was used for another request"
             raise Conflict(message, field="idempotency_key", value=key, limit="a new key")
         return known_id
-
-
-def check_key(key: str) -> None:
-    """Raise InvalidRequest if an idempotency key is too long."""
-    check_count("idempotency_key", len(key), MAX_KEY_CHARACTERS, "characters")
 
 
 def _name(key: str) -> str:

@@ -251,7 +251,9 @@ class SessionManager:
             if session.followers == 0:
                 if not session.ended:
                     session.stop()
-                self._retire(session)
+                if self._sessions.get(session.record.session_id) is session:
+                    del self._sessions[session.record.session_id]
+                self.ended.keep(session.record)
 
     async def cancel(self, session_id: str) -> bool:
         """Cancel the session; return False if it had ended already."""
@@ -260,8 +262,3 @@ class SessionManager:
         running = not session.record.finished  # else Redis may not have its end yet
         session.cancel()
         return running
-
-    def _retire(self, session: Session) -> None:
-        if self._sessions.get(session.record.session_id) is session:
-            del self._sessions[session.record.session_id]
-        self.ended.keep(session.record)

@@ -82,7 +82,10 @@ class ModelDrafter:
             try:
                 computed = self._engine.extend(batch)
             except Overloaded:
-                self._evict_session(runnable)
+                # First the least recently drafted session that is not in this batch, then one that is.
+                in_batch = {request.session for request in runnable}
+                evicted = next((session for session in self._cached if session not in in_batch), None)
+                self.forget(evicted or runnable.pop().session)
                 continue
             for request, tokens, logits in zip(runnable, batch, computed.logits, strict=True):
                 results[request.session] = self._result(request, tokens, logits)
@@ -94,12 +97,6 @@ class ModelDrafter:
         self._cached.pop(session, None)
         self._known.pop(session, None)
         self._computed_nodes.pop(session, None)
-
-    def _evict_session(self, runnable: list[DraftRequest]) -> None:
-        """Free the KV cache of the least recently drafted session, of this batch only if there is no other."""
-        in_batch = {request.session for request in runnable}
-        evicted = next((session for session in self._cached if session not in in_batch), None)
-        self.forget(evicted or runnable.pop().session)
 
     def _input(self, request: DraftRequest) -> SessionTokens:
         """Roll the KV cache back to the common prefix; return the tokens to compute after it."""
@@ -147,7 +144,10 @@ class ModelDrafter:
         cached.extend(computed.tokens[: len(chain)])
         if not len(logits):
             return request.chain()  # the prefill is not complete: call again
-        return self._draft_token(request, logits) if request.branches == 1 else self._draft_level(request, logits)
+        if request.branches > 1:
+            return self._draft_level(request, logits)
+        choice = next_token(request, logits, request.tokens, self._candidates, self._columns)
+        return request.chain(done=True) if choice is None or not request.room else request.chain([choice[0]], choice[1])
 
     def _draft_level(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
         """Add the likeliest choices after all open guesses, up to a level's share of the budget, from these logits."""
@@ -164,10 +164,6 @@ class ModelDrafter:
             builder.add_choices(node, known[path])
         added = [builder.add() for _ in range(builder.level_budget)]
         return builder.guess(done=added[0] is None)
-
-    def _draft_token(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
-        choice = next_token(request, logits, request.tokens, self._candidates, self._columns)
-        return request.chain(done=True) if choice is None or not request.room else request.chain([choice[0]], choice[1])
 
 
 def _common_length(cached: Sequence[int], tokens: Sequence[int]) -> int:

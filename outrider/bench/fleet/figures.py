@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from outrider.bench.common.report import Row, Times, median, ratio
@@ -14,6 +15,7 @@ from outrider.bench.fleet.load import LoadedAnswer, LoadRecord
 from outrider.bench.fleet.options import FleetSize
 
 _BUSY, _CLIENT_BUSY = 0.9, 0.8  # shares of CPU time from which the machine, or the client, limits a fleet
+_but_verifiers = itemgetter("coordinators", "drafters", "sessions")
 
 
 def load_row(size: FleetSize, record: LoadRecord) -> Row:
@@ -107,7 +109,3 @@ def _rates(arrivals: Iterable[Sequence[tuple[float, int]]]) -> list[float]:
 
 def _p99(values: Sequence[float]) -> float | None:
     return Times(values).p99 if values else None
-
-
-def _but_verifiers(row: Mapping[str, Any]) -> tuple[int, int, int]:
-    return row["coordinators"], row["drafters"], row["sessions"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafter.draft_sampling import adjust_logits, next_token, scatter_to_vocabulary, token_choices
+from drafter.draft_sampling import adjust_logits, next_token, token_choices
 from drafter.interface import DraftRequest
 from outrider.protocol.sampling_params import SamplingParams, Verification
 
@@ -43,7 +43,7 @@ def test_a_part_of_the_vocabulary_gives_the_same_guesses(
     request = asked(branches=3, **params)
     part, ids = drafted
     assert adjust_logits(request, part, ids, TOKENS, [()])[1] is ids
-    whole = scatter_to_vocabulary(part, ids, VOCAB)
+    whole = torch.full((1, VOCAB), float("-inf")).index_copy(1, ids, part)
     assert next_token(request, part, TOKENS, CANDIDATES, ids) == next_token(request, whole, TOKENS, CANDIDATES)
     if not request.params.mode.needs_draft_probs:
         ((of_part,), (of_all,)) = token_choices(request, part, [()], ids), token_choices(request, whole, [()])
