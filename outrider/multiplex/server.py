@@ -193,3 +193,4 @@ class CoordinatorSessions:
 
 def _end(stream: MultiplexedStream, error: OutriderError) -> None:
     stream.end(grpc_status(error), error.message, convert.error_to_proto(error).SerializeToString())
+    error.with_traceback(None)  # its frames are the session's, which may keep the error: a cycle

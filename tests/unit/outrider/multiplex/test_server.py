@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -57,6 +59,27 @@ async def test_streams_that_both_sides_end_are_not_counted() -> None:
     await received(sessions, *frames)
     assert sessions.failure is None
     await sessions.cancel()
+
+
+async def test_a_session_that_fails_leaves_nothing_to_the_collector_of_garbage() -> None:
+    """Collections are rare in a worker, and a session may hold a row of the vocabulary on the GPU."""
+    held: list[weakref.ref[Exception]] = []
+
+    async def failing(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        ended = [InvalidRequest("no")]  # as the session's frame keeps it
+        held.append(weakref.ref(ended[0]))
+        if ended:
+            raise ended[0]
+        yield b""
+
+    gc.disable()
+    try:
+        sessions = make_sessions(failing)
+        await received(sessions, opened(1))
+        assert await until(lambda: bool(held) and not sessions._running, 5)
+        assert [error() for error in held] == [None]
+    finally:
+        gc.enable()
 
 
 async def test_a_session_is_cancelled_once() -> None:
