@@ -21,6 +21,7 @@ from outrider.protocol.speculation import (
     TokenLogprobs,
 )
 
+MAX_PRIORITY = 100
 _KIND_SHIFT = 28
 _TOKEN_MASK = (1 << _KIND_SHIFT) - 1
 _KINDS = {int(kind): kind for kind in TokenKind}
@@ -60,9 +61,10 @@ class SessionRequest:
     speculation: SpeculationOptions = field(default=SpeculationOptions(), metadata={KEY: "wish"})
     cache_salt: str = ""
     drawn_seed: bool = field(default=False, compare=False, metadata={KEY: ""})  # the client gave none; not stored
+    priority: int | None = field(default=None, compare=False)  # class; None: not begun, or by an earlier version
 
     def to_json(self) -> str:
-        return json.dumps(to_plain(self))
+        return json.dumps({name: value for name, value in to_plain(self).items() if value is not None})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SessionRequest:
@@ -86,6 +88,8 @@ class SessionRequest:
         if params.grammar is not None:
             _check_type("params.grammar", str, params.grammar.json_schema, params.grammar.regex, params.grammar.lark)
         _check_type("cache_salt", str, self.cache_salt)
+        if self.priority not in (None, *range(-MAX_PRIORITY, MAX_PRIORITY + 1)):
+            raise InvalidRequest.of("priority", self.priority, f"in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
         self.speculation.check()
 
 

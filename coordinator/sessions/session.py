@@ -67,7 +67,7 @@ class Session:
         self.output = SessionOutput(TextStream(target.decode, request.prompt, request.params.stop))
         self._context = context
         self._tenant = tenant()
-        self.urgency = urgency()
+        self.urgency = urgency() if request.priority is None else replace(urgency(), priority=request.priority)
         name, owned = record.session_id, "is owned by another coordinator now"
         lost = Fenced(f"session {name} {owned}", field="session_id", value=name)
         self._entry = Entry(record, lambda cancelled: self.cancel() if cancelled else self.stop(lost))

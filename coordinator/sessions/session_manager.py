@@ -145,7 +145,7 @@ class SessionManager:
             self._admit_request(request, target)
         # Prefix caches of this tenant are kept apart from those of other tenants.
         salt = request.cache_salt if self._settings.share_prefixes else tenant().salt(request.cache_salt)
-        salted = replace(request, cache_salt=salt)
+        salted = replace(request, cache_salt=salt, priority=urgency().priority)
         record = SessionRecord(secrets.token_hex(12), salted, model=target.identity, tenant=tenant().id)
         session = Session(record, target, self._context)
         # Stored before the first await, so that a second request with the same key finds it.

@@ -12,11 +12,11 @@ import time
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from coordinator.persistence.session_record import MAX_PRIORITY
 from outrider.protocol.errors import Expired, InvalidRequest
 from outrider.security.tenants import tenant
 
 TIMEOUT_HEADER = "X-Request-Timeout"
-MAX_PRIORITY = 100
 MAX_TIMEOUT_S = 86_400
 _NUMBER = re.compile(r"\+?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,3})?", re.IGNORECASE)
 

@@ -14,9 +14,9 @@ from pydantic_core import InitErrorDetails, from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from coordinator.admission.waiting.urgency import MAX_PRIORITY
 from coordinator.api.http.failures import FIELD_NAMES, of_validation
 from coordinator.api.preprocess import LARGE_BYTES
+from coordinator.persistence.session_record import MAX_PRIORITY
 from outrider.protocol.errors import InvalidRequest, shorten
 from outrider.protocol.field_limits import LONGEST, MOST
 from outrider.protocol.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARACTERS, MIN_REPETITION_PENALTY

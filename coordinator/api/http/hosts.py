@@ -36,18 +36,15 @@ class RequestChecks:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        fault = self._framing_fault(headers) or self._origin_fault(headers, scope["method"])
+        fault = self._origin_fault(headers, scope["method"])
+        if "transfer-encoding" in headers and "content-length" in headers:
+            fault = InvalidRequest("Content-Length and Transfer-Encoding exclude each other", field="body"), 400
         if fault is None:
             await self._app(scope, receive, send)
             return
         reply = respond(*fault)
         reply.headers["Connection"] = "close"  # the following bytes may be a part of a request
         await reply(scope, receive, send)
-
-    def _framing_fault(self, headers: Headers) -> tuple[InvalidRequest, int] | None:
-        if "transfer-encoding" in headers and "content-length" in headers:
-            return InvalidRequest("Content-Length and Transfer-Encoding exclude each other", field="body"), 400
-        return None
 
     def _origin_fault(self, headers: Headers, method: str) -> tuple[InvalidRequest, int] | None:
         host = headers.get("host", "")

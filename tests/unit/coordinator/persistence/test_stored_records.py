@@ -166,6 +166,9 @@ def changed_request(*path: str | int, to: Any) -> bytes:
         changed_request("wish", "drafter", to=[]),
         changed_request("wish", "ahead", to="x"),
         changed_request("cache_salt", to=7),
+        changed_request("priority", to=101),
+        changed_request("priority", to=float("-inf")),
+        changed_request("priority", to=["first"]),
     ],
 )
 def test_a_request_that_no_edge_lets_in_is_unreadable(request_bytes: bytes | None) -> None:

@@ -39,13 +39,15 @@ class SlowClaims:
 
     def __init__(self, *stored: str) -> None:
         self.epochs = dict.fromkeys(stored, 1)  # by session
+        self.requests = dict.fromkeys(stored, REQUEST)
         self.pending = self.most_pending = 0
 
     async def claim(self, session_id: str, tenant: str) -> SessionRecord | None:
         record = None
         if session_id in self.epochs:
             self.epochs[session_id] += 1
-            record = SessionRecord(session_id, REQUEST, epoch=self.epochs[session_id], model=TARGET.identity)
+            epoch, request = self.epochs[session_id], self.requests[session_id]
+            record = SessionRecord(session_id, request, epoch=epoch, model=TARGET.identity)
         self.pending += 1
         self.most_pending = max(self.most_pending, self.pending)
         await asyncio.sleep(0.01)
@@ -102,6 +104,19 @@ async def test_sessions_are_resumed_beside_each_other(requests: Requests) -> Non
     assert (one.record.session_id, other.record.session_id) == ("s", "t")
     assert requests.stored.epochs == {"s": 2, "t": 2}
     assert requests.stored.most_pending == 2, "no session waits for another one"
+
+
+async def test_a_session_is_resumed_in_the_class_of_its_request(requests: Requests) -> None:
+    """`Resume` names none: of a coordinator that had failed, requests of any class came back in that of their key."""
+    set_urgency(7, None)
+    stored = (await requests.manager.begin(REQUEST, TARGET, "key")).record.request.to_json()
+    set_urgency(None, None)
+    requests.store("s", "before")
+    requests.stored.requests["s"] = SessionRequest.from_json(stored)
+    resumed, other = await requests.resume("s", "before")
+    assert (resumed.urgency.priority, other.urgency.priority) == (7, 0)
+    same = await requests.manager.begin(REQUEST, TARGET, "key")
+    assert same.urgency.priority == 7, "a class is no part of what its idempotency key stands for"
 
 
 async def test_a_request_that_fails_leaves_the_session_to_the_next_one(requests: Requests) -> None:
