@@ -28,6 +28,7 @@ _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, 80, 80, 
 
 
 def body_of(error: OutriderError, status: int | None = None) -> Error:
+    error.with_traceback(None)  # its frames are those of a session, which keeps its error: a cycle
     status = status or error.http_status
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = "model_not_found" if error.field == "model" and status == 404 else _CODES.get(status, error.code)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-from starlette.responses import JSONResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message
 
 from coordinator.api.http import streams
-from coordinator.api.http.streams import WholeAnswer, _event
+from coordinator.api.http.failures import on_outrider_error
+from coordinator.api.http.streams import EventStream, WholeAnswer, _event
+from outrider.protocol.errors import OutriderError, Overloaded
 
 
 def test_an_event_is_one_line_for_all_that_split_lines() -> None:
@@ -53,3 +62,42 @@ def test_no_call_of_the_encoder_takes_more_than_one_token(monkeypatch: pytest.Mo
 def test_an_answer_without_a_number_is_no_json() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         WholeAnswer({"a": float("nan")})
+
+
+class Held:
+    """In the place of a session, which keeps its error."""
+
+    def __init__(self) -> None:
+        self.error = Overloaded("full")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_answer_that_failed_leaves_nothing_to_the_collector_of_garbage(*, streamed: bool) -> None:
+    """Of a stream that failed midway the session, with its prompt, stayed until a collection, which is rare."""
+    held: list[weakref.ref[Held]] = []
+    sent: list[Message] = []
+
+    async def events() -> AsyncGenerator[dict[str, Any], None]:
+        session = Held()
+        held.append(weakref.ref(session))
+        if streamed:
+            yield {"first": True}
+        raise session.error
+
+    async def answer(request: Request) -> Response:
+        return await EventStream.start(events())
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    app = Starlette(routes=[Route("/", answer)], exception_handlers={OutriderError: on_outrider_error})
+    gc.disable()
+    try:
+        await app({"type": "http", "method": "GET", "path": "/", "headers": []}, receive, send)
+        assert (sent[0]["status"], "full" in str(sent)) == (200 if streamed else 429, True)
+        assert [session() for session in held] == [None]
+    finally:
+        gc.enable()
