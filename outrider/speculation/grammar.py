@@ -289,7 +289,7 @@ def _definition(grammar: Grammar) -> str:
         raise ValueError(f"numbers must be above {LOWEST:g}, and lark no list of grammars in JSON, which may hide one")
     for number in map(int, _LONG.findall(" ".join(_CONSTANTS.findall(text)))):
         if number > -LOWEST or number != float(number):
-            raise ValueError(f"const or enum has {number}, which is written rounded to a double: make it a string")
+            raise ValueError(f"const and enum need a string for what would be written rounded to a double: {number}")
     if grammar.lark:
         return LLMatcher.grammar_from_lark(grammar.lark)
     return LLMatcher.grammar_from_json_schema(grammar.json_schema or '{"type": "object"}', defaults=WHITESPACE)
