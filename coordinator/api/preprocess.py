@@ -47,11 +47,7 @@ class ClientRequest:
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     cache_salt: str = ""
     max_tokens_given: bool = True
-
-    @property
-    def size(self) -> int:
-        """Return the size of the input in characters or tokens."""
-        return len(self.prompt or "") + len(self.tokens or ()) + sum(map(len, self.chat.texts() if self.chat else ()))
+    default_tokens: int | None = None  # of `max_tokens`, where the context has room
 
 
 @contextlib.contextmanager
@@ -78,15 +74,13 @@ def from_proto(request: pb.GenerateRequest) -> ClientRequest:
     )
 
 
-async def prepare(
-    request: ClientRequest, target: Target, settings: CoordinatorSettings, *, default_tokens: int | None = None
-) -> SessionRequest:
-    """Return the request, resolved; `default_tokens` is the default of `max_tokens`, where the context has room."""
+async def prepare(request: ClientRequest, size: int, target: Target, settings: CoordinatorSettings) -> SessionRequest:
+    """Return a request, resolved; `size` is that of the message or body with it, in bytes."""
     # Tokenising megabytes takes seconds and compiling a grammar up to one. Other streams continue meanwhile.
-    given = (request, target, settings, default_tokens)
+    given = (request, target, settings)
     if request.params.grammar is None:
-        return await beside(request.size, resolve, *given)
-    return await beside(max(request.size, LARGE_BYTES), resolve, *given, thread=_FOR_GRAMMARS)
+        return await beside(size, resolve, *given)
+    return await beside(max(size, LARGE_BYTES), resolve, *given, thread=_FOR_GRAMMARS)
 
 
 async def beside(size: int, work: Callable[..., T], *given: Any, thread: ThreadPoolExecutor | None = None) -> T:
@@ -97,15 +91,13 @@ async def beside(size: int, work: Callable[..., T], *given: Any, thread: ThreadP
     return await asyncio.get_running_loop().run_in_executor(thread, copy_context().run, work, *given)
 
 
-def resolve(
-    request: ClientRequest, target: Target, settings: CoordinatorSettings, default_tokens: int | None = None
-) -> SessionRequest:
+def resolve(request: ClientRequest, target: Target, settings: CoordinatorSettings) -> SessionRequest:
     params = request.params
     params.check(target.info.vocab_size)
     request.speculation.check()
     prompt = prompt_tokens(request, target, settings.max_prompt_kib * 1024)
     limits, given = limits_of(settings, target), request.max_tokens_given
-    params = limits.fitted(params, len(prompt), target, given=given, default=default_tokens)
+    params = limits.fitted(params, len(prompt), target, given=given, default=request.default_tokens)
     drawn_seed = params.seed is None
     params = replace(params, seed=secrets.randbits(64) if drawn_seed else params.seed, verification=params.mode)
     check_salt("cache_salt", request.cache_salt)

@@ -113,7 +113,7 @@ class CoordinatorService(rpc.OutriderServicer):
                 set_urgency(request.priority if request.HasField("priority") else None, context.time_remaining())
                 check_count("idempotency_key", len(request.idempotency_key), MAX_KEY_CHARACTERS, "characters")
                 target = await self.sessions.targets.find(request.model, urgency().remaining_s)
-                prepared = await prepare(from_proto(request), target, self._settings)
+                prepared = await prepare(from_proto(request), request.ByteSize(), target, self._settings)
                 session = await self.sessions.begin(prepared, target, request.idempotency_key)
             call["session_id"] = session.record.session_id
             async with contextlib.aclosing(self._stream(session, 0)) as replies:

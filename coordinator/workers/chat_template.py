@@ -41,8 +41,14 @@ class Chat:
         return cls([{"role": role, "content": content} for role, content in messages])
 
     def texts(self) -> Iterator[str]:
-        """Yield every text that the client wrote."""
-        return _texts((self.messages, self.tools))
+        """Yield every text that the client wrote, in any order."""
+        left: list[Any] = [*self.messages, *self.tools]
+        while left:
+            value = left.pop()
+            if isinstance(value, str):
+                yield value
+            elif isinstance(value, Mapping | list | tuple):
+                left += [*value, *value.values()] if isinstance(value, Mapping) else value
 
 
 class CutChat:
@@ -68,12 +74,3 @@ class CutChat:
         while isinstance(value, str) and control.search(value):
             value = control.sub(lambda match: match[0][0] + self._mark + match[0][1:], value)
         return value
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
-        for each in parts:
-            yield from _texts(each)

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coordinator.api.http.bodies import DEFAULT_COMPLETION_TOKENS, ChatOptions, CompletionBody, ResponseFormat
+from coordinator.api.http.bodies import ChatOptions, CompletionBody, GenerationBody, ResponseFormat
 from coordinator.api.preprocess import ClientRequest, admission, prepare
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
 from coordinator.sessions.output import Token, follow
@@ -22,8 +22,6 @@ from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import MAX_SEED, Grammar, SamplingParams
 from outrider.protocol.speculation import FinishReason
 from outrider.settings.coordinator import CoordinatorSettings
-
-CHAT_TOKENS = 1_024  # default of max_tokens in a chat, if the context has space for them
 
 
 async def progress(sessions: Sequence[Session]) -> AsyncGenerator[tuple[int, list[Token]], None]:
@@ -55,16 +53,15 @@ async def start_answer(
 
 
 async def requests_of(
-    body: ChatOptions | CompletionBody, inputs: Sequence[ClientRequest], target: Target, settings: CoordinatorSettings
+    body: GenerationBody, size: int, inputs: Sequence[ClientRequest], target: Target, settings: CoordinatorSettings
 ) -> list[SessionRequest]:
-    """Return a request per choice, in the order of the inputs, after the same checks as over gRPC."""
+    """Return a request per choice, in the order of the inputs of `size` bytes, after the same checks as over gRPC."""
     count = body.choices * len(inputs)
     if count > settings.max_request_sessions:
         raise InvalidRequest.of("n", f"{count} answers in all", f"at most {settings.max_request_sessions} a request")
-    default = CHAT_TOKENS if isinstance(body, ChatOptions) else DEFAULT_COMPLETION_TOKENS
     requests: list[SessionRequest] = []
     for request in inputs:
-        ready = replace(await prepare(request, target, settings, default_tokens=default), drawn_seed=body.seed is None)
+        ready = replace(await prepare(request, size, target, settings), drawn_seed=body.seed is None)
         seed = ready.params.seed
         assert seed is not None
         seeds = ((seed + number) % (MAX_SEED + 1) for number in range(body.choices))
@@ -78,6 +75,7 @@ def input_of(body: ChatOptions | CompletionBody, **given: Any) -> ClientRequest:
         speculation=from_plain(SpeculationOptions, _given(body.speculation or ())),
         cache_salt=body.cache_salt or "",
         max_tokens_given=body.limit is not None,
+        default_tokens=body.default_tokens,
         **given,
     )
 

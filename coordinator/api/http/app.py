@@ -116,8 +116,9 @@ class Api:
         with admission(self._sessions.metrics):
             set_urgency(body.priority, timeout_of(request.headers.get(TIMEOUT_HEADER)))
             target = await self._sessions.targets.find(body.model, urgency().remaining_s)
-            inputs, replies = await beside(len(await request.body()), plan, body, target, self._settings)
-            requests = await requests_of(body, inputs, target, self._settings)
+            size = len(await request.body())
+            inputs, replies = await beside(size, plan, body, target, self._settings)
+            requests = await requests_of(body, size, inputs, target, self._settings)
         if isinstance(replies, CompletionReplies) and isinstance(body, CompletionBody):
             replies.prompts = await echoed_prompts(body, self._sessions, requests, target, _key(request))
         answering = start_answer(self._sessions, requests, target, _key(request))

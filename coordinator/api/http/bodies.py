@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, from_json
@@ -27,7 +27,6 @@ MAX_PROMPTS = 16
 # Of a body, outside of strings. While it is parsed all else waits, for up to 4 µs a key and 0.2 µs a value.
 _MOST = {"values": (b",", 1 << 20), "keys, lists and objects": (b":[{", 1 << 16)}
 _PIECE = 1 << 16
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _MAX_TOKENS = 2**31 - 1
 
 BodyModel = TypeVar("BodyModel", bound="Body")
@@ -226,6 +225,7 @@ class GenerationBody(Body):
 class ChatOptions(GenerationBody):
     """Fields of a chat, besides its messages and tools."""
 
+    default_tokens: ClassVar[int] = 1_024
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS, description="The older name of max_completion_tokens.")
     logprobs: bool | None = None
@@ -254,13 +254,14 @@ class ChatOptions(GenerationBody):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
+    default_tokens: ClassVar[int] = 16  # OpenAI's
     prompt: (
         _Text
         | _TokenIds
         | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS, description=f"Default {DEFAULT_COMPLETION_TOKENS}.")
+    max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS, description=f"Default {default_tokens}.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = Field(None, description="The prompt before the output, with its log probabilities.")
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Only equal to n.")
