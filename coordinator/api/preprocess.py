@@ -119,7 +119,7 @@ def prompt_tokens(request: ClientRequest, target: Target, limit: int) -> tuple[i
         if not request.chat.messages:
             raise InvalidRequest.of("chat.messages", "0 messages", f"1 to {MOST['messages']} messages")
         check_count("chat.messages", sum(len(text.encode()) for text in request.chat.texts()), limit, "bytes")
-        tokens = target.encode_chat(request.chat)
+        tokens = target.encode_chat(request.chat, limit)
     elif request.tokens is not None:
         kind = "tokens"
         check_count("tokens.ids", len(request.tokens), limit, "ids")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from coordinator.workers.chat_template import Chat, CutChat, control_tokens
 from coordinator.workers.grammar_trial import GrammarTrial
 from outrider.models.tokenizer import load_tokenizer, tokenizer_json, write_file
+from outrider.protocol.checks import check_count
 from outrider.protocol.errors import InvalidRequest, shorten
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.vocabulary import Vocabulary
@@ -57,13 +59,14 @@ class Target:
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=special))
 
-    def encode_chat(self, chat: Chat) -> tuple[int, ...]:
+    def encode_chat(self, chat: Chat, limit: int = sys.maxsize) -> tuple[int, ...]:
+        """Return a chat as tokens. Its template may write far more than its texts: numbers, and blanks before each."""
         if not self.tokenizer.chat_template:
             message = f"{self.info.name} has no chat template; send a prompt instead"
             raise InvalidRequest(message, field="chat", value=self.info.name, limit="a target with a chat template")
         try:
             cut = CutChat(chat, self._control)
-            text = self.tokenizer.apply_chat_template(
+            rendered = self.tokenizer.apply_chat_template(
                 cut.messages,
                 tools=cut.tools or None,
                 add_generation_prompt=chat.add_generation_prompt,
@@ -73,7 +76,9 @@ class Target:
             )
         except Exception as error:  # templates are programs and may raise anything
             raise InvalidRequest(f"the chat template rejects these messages: {error}", field="chat.messages") from error
-        encoded = self.tokenizer(cut.pieces(str(text)), add_special_tokens=False, return_attention_mask=False)
+        text = str(rendered)
+        check_count("chat.messages", len(text), limit, "characters as the chat template writes them")
+        encoded = self.tokenizer(cut.pieces(text), add_special_tokens=False, return_attention_mask=False)
         return tuple(chain.from_iterable(encoded["input_ids"]))
 
     def token_bytes(self, token: int) -> bytes:

@@ -24,8 +24,6 @@ from outrider.protocol.speculation import MAX_BRANCHES, MAX_DRAFT_WAIT_US, MAX_G
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 16
-# Of a body, outside of strings. While it is parsed all else waits, for up to 4 µs a key and 0.2 µs a value.
-_MOST = {"values": (b",", 1 << 20), "keys, lists and objects": (b":[{", 1 << 16)}
 _PIECE = 1 << 16
 _MAX_TOKENS = 2**31 - 1
 
@@ -55,6 +53,7 @@ _TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    most_values: ClassVar[int] = 1 << 16
 
     @model_validator(mode="before")
     @classmethod
@@ -91,7 +90,7 @@ async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
 
 
 def _read(body: bytes, kinds: Sequence[type[BodyModel]]) -> BodyModel:
-    _check_counts(body)
+    check_counts(body, kinds[0].most_values)
     try:
         data = from_json(body, allow_inf_nan=False, cache_strings=False)
     except ValueError as error:
@@ -104,18 +103,22 @@ def _read(body: bytes, kinds: Sequence[type[BodyModel]]) -> BodyModel:
         raise of_validation(error) from error
 
 
-def _check_counts(body: bytes) -> None:
-    """Raise InvalidRequest for a body with so many small values that parsing it would delay other requests."""
-    found, inside, rest = dict.fromkeys(_MOST, 0), False, b""
+def check_counts(body: bytes, most_values: int = Body.most_values, field: str = "body") -> None:
+    """Raise InvalidRequest for JSON with so many small values that parsing it would delay other requests.
+
+    Strings do not count. All else waits for the parser, for up to 4 µs a key and 0.2 µs a value.
+    """
+    limits = {"values": (b",", most_values), "keys, lists and objects": (b":[{", 1 << 16)}
+    found, inside, rest = dict.fromkeys(limits, 0), False, b""
     for start in range(0, len(body), _PIECE):  # one call for all of it would delay them, too
         text = (rest + body[start : start + _PIECE]).replace(rb"\\", b"")
         rest = b"\\" * text.endswith(b"\\")  # it escapes the next character
         parts = text.removesuffix(rest).replace(rb"\"", b"").split(b'"')
         outside, inside = b"".join(parts[inside::2]), inside ^ (len(parts) % 2 == 0)
-        for name, (marks, most) in _MOST.items():
+        for name, (marks, most) in limits.items():
             found[name] += len(outside) - len(outside.translate(None, marks))
             if found[name] > most:
-                raise InvalidRequest.of("body", f"more than {most} {name}", f"at most {most} {name}")
+                raise InvalidRequest.of(field, f"more than {most} {name}", f"at most {most} {name}")
 
 
 class StreamOptions(Body):
@@ -255,6 +258,7 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     default_tokens: ClassVar[int] = 16  # OpenAI's
+    most_values: ClassVar[int] = 1 << 20  # token ids
     prompt: (
         _Text
         | _TokenIds

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import from_json
 
-from coordinator.api.http.bodies import Body, ChatOptions, TokenId
+from coordinator.api.http.bodies import Body, ChatOptions, CompletionBody, TokenId, check_counts
 from outrider.protocol.field_limits import LONGEST, OTHER
 
 MAX_MESSAGES = 1_000  # besides the instructions of a response
@@ -64,6 +64,7 @@ class CalledFunction(Body):
     def read(self, *, cut: bool = True) -> dict[str, Any]:
         """Return the arguments; if the limit of tokens may have `cut` them, those that are whole."""
         text = self.arguments.strip() or "{}"
+        check_counts(text.encode(), field="arguments")
         try:
             values = from_json(text)
         except ValueError as error:
@@ -217,5 +218,6 @@ class TokenizeChatBody(ChatFields, _TextTokensBody):
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
+    most_values: ClassVar[int] = CompletionBody.most_values
     model: str | None = Field(None, max_length=LONGEST["model"])
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from coordinator.api.preprocess import ClientRequest, prompt_tokens
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import SamplingParams
 from outrider.testing.toy_models import EOS, byte_tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -85,3 +88,22 @@ def test_texts_are_found_however_deep_they_are() -> None:
         value = [value, {"key": value}] if value == ["deep"] else [value]
     chat = Chat([{"role": "user", "content": "hi"}], [{"parameters": value}])
     assert sorted(chat.texts()) == sorted(["role", "user", "content", "hi", "parameters", "deep", "key", "deep"])
+
+
+def test_what_the_template_makes_of_numbers_counts_as_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve megabytes of numbers were tokenised, which took gigabytes; an indent made hundreds of bytes of each."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for t in tools %}{{ t | tojson(indent=4) }}{% endfor %}{{ messages[0]['content'] }}"
+    nothing: Any = None
+    target = Target(nothing, tokenizer, nothing, nothing)
+    value: Any = [0] * 10
+    for _ in range(100):
+        value = [value]
+
+    def asked(tools: list[dict[str, Any]]) -> ClientRequest:
+        return ClientRequest(SamplingParams(), chat=Chat([{"role": "user", "content": "hi"}], tools))
+
+    assert prompt_tokens(asked([{"a": [0] * 10}]), target, 1024)
+    monkeypatch.setattr(type(tokenizer), "_encode_plus", nothing)  # it is not tokenised
+    with pytest.raises(InvalidRequest, match=r"chat.messages is \d{5} characters as the chat template writes them"):
+        prompt_tokens(asked([{"a": value}]), target, 1024)

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message
 
-from coordinator.api.http.agents.bodies import ChatBody
+from coordinator.api.http.agents.bodies import ChatBody, DetokenizeBody
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.bodies import Body, CompletionBody, read_body
 from coordinator.api.http.failures import FIELD_NAMES, body_of
@@ -97,6 +97,25 @@ async def test_a_body_that_takes_long_to_parse_is_refused(data: bytes, limit: st
         await read_body(request(data), CompletionBody)
 
 
+@pytest.mark.parametrize(("values", "what"), [("0," * (1 << 16) + "0,0", "values"), ("[]," * (1 << 16) + "[]", "keys")])
+async def test_the_arguments_of_a_call_count_though_they_are_a_text(values: str, what: str) -> None:
+    """Twelve megabytes of them were four million lists: each of several readings took 0.7 s, in which all else waits."""
+    call = {"id": "1", "function": {"name": "f", "arguments": f'{{"all": [{values}]}}'}}
+    data = json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]}).encode()
+    with pytest.raises(InvalidRequest, match=f"arguments is more than 65536 {what}"):
+        await read_body(request(data), ChatBody)
+    item = {"type": "function_call", "call_id": "1", "name": "f", "arguments": call["function"]["arguments"]}
+    with pytest.raises(InvalidRequest, match=f"arguments is more than 65536 {what}"):
+        await read_body(request(json.dumps({"input": [item]}).encode()), ResponsesBody)
+
+
+async def test_a_chat_has_no_million_values() -> None:
+    """Templates that write tools with an indent made 800 megabytes of a million numbers in deep lists."""
+    tool = b'{"type":"function","function":{"name":"f","parameters":{"enum":[' + b"0," * (1 << 16) + b"0,0]}}}"
+    with pytest.raises(InvalidRequest, match="body is more than 65536 values"):
+        await read_body(request(b'{"messages":[{"role":"user","content":""}],"tools":[' + tool + b"]}"), ChatBody)
+
+
 @pytest.mark.parametrize("text", ['[{,:"\\', '\\"[', "\\\\", '"', "[[,,::{{"])
 @pytest.mark.parametrize("shift", [0, 1, 2])
 async def test_texts_and_long_prompts_have_any_number_of_marks(text: str, shift: int) -> None:
@@ -107,6 +126,7 @@ async def test_texts_and_long_prompts_have_any_number_of_marks(text: str, shift:
 async def test_a_prompt_may_have_a_million_ids() -> None:
     ids = list(range(1_000_000))
     assert (await read_body(request(json.dumps({"prompt": ids}).encode()), CompletionBody)).prompt == ids
+    assert (await read_body(request(json.dumps({"tokens": ids}).encode()), DetokenizeBody)).tokens == ids
 
 
 @SIZES
