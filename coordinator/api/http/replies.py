@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import accumulate, count, pairwise
 from typing import Any, Generic, TypeVar
@@ -15,7 +16,7 @@ from coordinator.api.http import responses
 from coordinator.api.http.answer import input_of, progress
 from coordinator.api.http.bodies import ChatOptions, CompletionBody
 from coordinator.api.preprocess import ClientRequest, beside
-from coordinator.sessions.output import Token
+from coordinator.sessions.output import MAX_READ, Token
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
 from outrider.protocol.speculation import FinishReason, TokenLogprobs
@@ -61,9 +62,12 @@ class Replies(ABC, Generic[BodyT]):
             more: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
             async with contextlib.aclosing(progress(sessions)) as updates:
                 async for number, tokens in updates:
-                    parts = self._parts(number, sessions[number], tokens)
                     if more and getattr(self._body.stream_options, "continuous_usage_stats", False):
                         more = {"usage": usage(sessions, self._body.choices)}
+                    for part in self._echoed(number, sessions[number]):
+                        yield head | {"choices": [part]} | more
+                        await asyncio.sleep(0)  # others write, too
+                    parts = self._parts(number, sessions[number], tokens)
                     for part in parts:
                         last = part is parts[-1] and not tokens and not more
                         yield head | {"choices": [part]} | (metrics(sessions) if last else more)
@@ -82,6 +86,10 @@ class Replies(ABC, Generic[BodyT]):
     @abstractmethod
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Any:
         """Return a complete choice."""
+
+    def _echoed(self, number: int, session: Session) -> Iterable[Any]:
+        """Yield the chunks that come before all others of a choice."""
+        return ()
 
     @abstractmethod
     def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> Sequence[Any]:
@@ -108,13 +116,17 @@ class CompletionReplies(Replies[CompletionBody]):
             "finish_reason": reason_of(session),
         }
 
-    def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.CompletionChunkChoice]:
-        parts: list[responses.CompletionChunkChoice] = []
+    def _echoed(self, number: int, session: Session) -> Iterator[responses.CompletionChunkChoice]:
         if self._body.echo and number not in self._written:
             prompt = self.prompts.get(session.record.request.prompt, ())
-            echo, logprobs = self._echo(number, session), self._logprobs(prompt, 0)
-            parts.append({"index": number, "text": echo, "logprobs": logprobs, "finish_reason": None})
-            self._written[number] += len(echo)
+            for start in range(0, len(prompt) or 1, MAX_READ):
+                read = prompt[start : start + MAX_READ]
+                text, at = text_of(read) if read else self._echo(number, session), self._written[number]
+                yield {"index": number, "text": text, "logprobs": self._logprobs(read, at), "finish_reason": None}
+                self._written[number] += len(text)
+
+    def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.CompletionChunkChoice]:
+        parts: list[responses.CompletionChunkChoice] = []
         text = text_of(tokens) if tokens else session.output.rest.text
         logprobs = self._logprobs(tokens, self._written[number])
         self._written[number] += len(text)

@@ -99,7 +99,7 @@ async def test_a_body_that_takes_long_to_parse_is_refused(data: bytes, limit: st
 
 @pytest.mark.parametrize(("values", "what"), [("0," * (1 << 16) + "0,0", "values"), ("[]," * (1 << 16) + "[]", "keys")])
 async def test_the_arguments_of_a_call_count_though_they_are_a_text(values: str, what: str) -> None:
-    """Twelve megabytes of them were four million lists: each of several readings took 0.7 s, in which all else waits."""
+    """Twelve megabytes of them were four million lists: each of several readings took 0.7 s of all streams."""
     call = {"id": "1", "function": {"name": "f", "arguments": f'{{"all": [{values}]}}'}}
     data = json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]}).encode()
     with pytest.raises(InvalidRequest, match=f"arguments is more than 65536 {what}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -17,7 +18,7 @@ from coordinator.api.http.bodies import CompletionBody
 from coordinator.api.http.replies import CompletionReplies
 from coordinator.persistence.session_record import SessionRequest
 from coordinator.sessions.detokenizer import TextStream
-from coordinator.sessions.output import SessionOutput, Token
+from coordinator.sessions.output import MAX_READ, SessionOutput, Token
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
 from outrider.protocol.sampling_params import SamplingParams
@@ -190,3 +191,35 @@ async def test_offsets_of_an_answer_fit_the_echo_of_a_text_that_the_tokenizer_ch
     (text, offsets), _ = await replied(composing, body, await prompts_of(composing, body, monkeypatch))
     assert text == prompt + ANSWER
     assert offsets[-len(ANSWER) :] == [text.index(ANSWER) + at for at in range(len(ANSWER))]
+
+
+async def test_a_long_prompt_with_log_probabilities_is_echoed_in_parts_between_which_others_write(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One chunk of 8,000 tokens with 20 log probabilities took a third of a second, in which all streams waited."""
+    turns = 0
+
+    async def write() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    text = "a€" * 500
+    body = CompletionBody.model_validate({"prompt": [text, text], "echo": True, "logprobs": 0, "stream": True})
+    prompts = await prompts_of(target, body, monkeypatch)
+    told = await replied(target, body, prompts)
+    assert [each for each, _ in told] == [text + ANSWER] * 2
+
+    @contextlib.asynccontextmanager
+    async def answering() -> AsyncIterator[Sequence[Session]]:
+        yield [session(target, target.encode(text), target.encode(ANSWER)) for _ in range(2)]
+
+    replies = CompletionReplies(body, target, "toy")
+    replies.prompts, seen, others = prompts, [], asyncio.create_task(write())
+    async for chunk in replies.chunks(answering()):
+        logprobs = chunk["choices"][0]["logprobs"]
+        seen.append((turns, len(logprobs["tokens"]) if logprobs else 0))
+    others.cancel()
+    assert max(length for _, length in seen) == MAX_READ
+    assert len({turn for turn, _ in seen}) > 2 * 4 * 500 / MAX_READ
