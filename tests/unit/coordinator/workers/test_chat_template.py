@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import timeit
+from functools import partial
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken
 
 from coordinator.api.preprocess import ClientRequest, prompt_tokens
-from coordinator.workers.chat_template import Chat
+from coordinator.workers.chat_template import Chat, control_tokens
 from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
@@ -107,3 +110,28 @@ def test_what_the_template_makes_of_numbers_counts_as_prompt(monkeypatch: pytest
     monkeypatch.setattr(type(tokenizer), "_encode_plus", nothing)  # it is not tokenised
     with pytest.raises(InvalidRequest, match=r"chat.messages is \d{5} characters as the chat template writes them"):
         prompt_tokens(asked([{"a": value}]), target, 1024)
+
+
+def test_control_tokens_are_found_as_one_by_one_and_in_no_more_time_though_there_are_hundreds() -> None:
+    """Llama 3 has 256. Each was tried at each character, in seconds for megabytes in which all else waited."""
+    tokenizer = byte_tokenizer()
+    named = [
+        START,
+        END,
+        "end|>",
+        "<|",
+        "<|im_starts",
+        "<s>",
+        "a(b",
+        *(f"<|reserved_special_token_{n}|>" for n in range(248)),
+    ]
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(each) for each in named]})
+    control = control_tokens(tokenizer)
+    assert control is not None
+    text = "x".join((*named, *(each[:-1] for each in named), *(each + START for each in named)))
+    one_by_one = "|".join(map(re.escape, sorted(named, key=lambda each: -len(each))))
+    assert control.findall(text) == re.findall(one_by_one, text)
+    few, hostile = control_tokens(byte_tokenizer()), "<" * (1 << 18)
+    assert few is not None
+    taken = [min(timeit.repeat(partial(each.search, hostile), number=1, repeat=5)) for each in (few, control)]
+    assert taken[1] < 100 * taken[0], "it was thousands of times"
