@@ -20,17 +20,15 @@ async def finish_ended(record: SessionRecord, target: Target) -> None:
     """Finish a record whose output has ended and drop tokens after the end; raise for tokens against its grammar."""
     if record.finished or not record.tokens:
         return
-    after = None
-    if record.request.params.grammar is not None:
-        after = await asyncio.to_thread(lambda: target.grammars.compile(record.request.params).advance(record.tokens))
-    if (end := _end(record, target, after)) is not None:
+    if (end := await asyncio.to_thread(_end, record, target)) is not None:
         length, record.finish_reason = end
         record.cut(length)
 
 
-def _end(record: SessionRecord, target: Target, complete: int | None) -> tuple[int, FinishReason] | None:
+def _end(record: SessionRecord, target: Target) -> tuple[int, FinishReason] | None:
     """Return the length and the reason of the first end, checked in the order of a verifier's step."""
     params = record.request.params
+    complete = None if params.grammar is None else target.grammars.compile(params).advance(record.tokens)
     stops = params.ending_tokens(target.info.eos_token_ids)
     text = TextStream(target.decode, record.request.prompt, params.stop)
     for count, token in enumerate(record.tokens, start=1):

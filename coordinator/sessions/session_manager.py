@@ -214,11 +214,11 @@ class SessionManager:
             self.store.check(record, target.info)
             check_position(position, record)
             append_tail(record, position, tail, target, closed=record.finished)
-            if not record.finished:
-                await finish_ended(record, target)
-                self._quotas.admit_takeover(tenant(), *self._held())
+            await finish_ended(record, target)
             check_position(position, record)
-            session = Session(record, target, self._context)
+            session = await asyncio.to_thread(Session, record, target, self._context)  # with the text of all tokens
+            if not record.finished:
+                self._quotas.admit_takeover(tenant(), *self._held())
             if record.finished and not stored_as_finished:
                 self.ended.keep(record)  # else Redis may get it no more
                 session.store()

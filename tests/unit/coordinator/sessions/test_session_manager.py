@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
@@ -17,6 +18,7 @@ from coordinator.persistence.ended_sessions import EndedSessions
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.persistence.store import Store
 from coordinator.sessions import session_manager
+from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.output import follow
 from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
@@ -236,6 +238,30 @@ async def test_a_long_output_that_is_read_at_once_lets_others_go_on(requests: Re
     beside.cancel()
     assert len(read) == 1000
     assert max(after - before for before, after in pairwise([0, *turns, 1000])) <= 64
+
+
+@pytest.mark.parametrize("finished", [False, True])
+async def test_the_text_of_a_session_that_is_resumed_is_not_made_in_the_event_loop(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch, *, finished: bool
+) -> None:
+    """100,000 tokens took half a second there, each time that a client asked for them."""
+    add, threads = TextStream.add, set[threading.Thread]()
+
+    def watched(stream: TextStream, token: int) -> Any:
+        threads.add(threading.current_thread())
+        return add(stream, token)
+
+    monkeypatch.setattr(TextStream, "add", watched)
+    requests.store("s")
+    asked = replace(REQUEST, params=replace(REQUEST.params, stop=("no",)))
+    reason = FinishReason.LENGTH if finished else FinishReason.NONE
+    known = SessionRecord("s", asked, model=TARGET.identity, epoch=2, finish_reason=reason)
+    known.append([5] * 7, [TokenKind.PLAIN] * 7, ())
+    requests.manager.ended.keep(known)
+    (session,) = await requests.resume("s")
+    assert [token.token for token in session.output.tokens] == [5] * 7
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_resumed_sessions_count_for_their_key(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
