@@ -143,6 +143,16 @@ SAMPLES: dict[str, tuple[Dialect, str, Answer]] = {
         '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_c',
         Answer(calls=[("f", "{}")]),
     ),
+    "hermes half a character": (
+        HERMES,
+        '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "f"}</tool_call>',
+        Answer('<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "f"}</tool_call>'),
+    ),
+    "json no number": (
+        JSON,
+        '{"arguments": {"a": NaN}, "name": "f"}',
+        Answer('{"arguments": {"a": NaN}, "name": "f"}'),
+    ),
     "llama answers json": (LLAMA3, '{"name": "Bob", "age": 7}', Answer('{"name": "Bob", "age": 7}')),
     "json in a text": (
         JSON,
