@@ -9,8 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from pydantic_core import from_json
-
 from coordinator.api.http.agents.dialects import THINK, THOUGHT, Manner
 from coordinator.api.http.agents.formats import call_starts
 from coordinator.sessions.detokenizer import overlap
@@ -269,9 +267,10 @@ class _CallScanner:
 
     def _read_whole(self) -> None:
         """Read a call whose fields are in another order, or whose arguments are a text."""
-        with suppress(ValueError):  # it is no call then, as with half a character, which no answer can hold
-            call = from_json(self.text, allow_inf_nan=False)
+        with suppress(ValueError, RecursionError):  # it is no call then
+            call = json.loads(self.text)
             given = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
-            given = from_json(given, allow_inf_nan=False) if isinstance(given, str) else given
+            given = json.loads(given) if isinstance(given, str) else given
             if isinstance(given, dict) and call.get("name") in self._names:
-                self.named, self.arguments = call["name"], json.dumps(given, ensure_ascii=False)
+                text = json.dumps(given, ensure_ascii=False, allow_nan=False).encode()  # not with half a character
+                self.named, self.arguments = call["name"], text.decode()
