@@ -19,7 +19,7 @@ from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol import convert
-from outrider.protocol.checks import check_count, check_salt, check_tokens
+from outrider.protocol.checks import check_count, check_tokens
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.field_limits import MOST
 from outrider.protocol.fieldwise import from_plain
@@ -100,7 +100,6 @@ def resolve(request: ClientRequest, target: Target, settings: CoordinatorSetting
     params = limits.fitted(params, len(prompt), target, given=given, default=request.default_tokens)
     drawn_seed = params.seed is None
     params = replace(params, seed=secrets.randbits(64) if drawn_seed else params.seed, verification=params.mode)
-    check_salt("cache_salt", request.cache_salt)
     if params.grammar is not None:
         target.grammars.compile(params)  # report an invalid grammar now, not in the middle of a stream
     return SessionRequest(prompt, params, request.speculation, request.cache_salt, drawn_seed)

@@ -19,7 +19,6 @@ from coordinator.api.preprocess import admission, from_proto, prepare
 from coordinator.api.registry_service import RegistryService
 from coordinator.api.whole_messages import WholeMessages
 from coordinator.attachment.service import AttachmentService
-from coordinator.persistence.idempotency import MAX_KEY_CHARACTERS
 from coordinator.sessions.output import Token, follow
 from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
@@ -27,7 +26,6 @@ from coordinator.workers.fleet_keys import FleetKeys
 from outrider.base.aio import Call
 from outrider.observability.request_context import REQUEST_ID, bind_context
 from outrider.protocol import convert
-from outrider.protocol.checks import check_count
 from outrider.protocol.errors import OutriderError
 from outrider.security.auth_interceptor import AuthInterceptor
 from outrider.security.credentials import Credentials
@@ -111,7 +109,6 @@ class CoordinatorService(rpc.OutriderServicer):
         with _logged("Generate", session_id="") as call:
             with admission(self.sessions.metrics):
                 set_urgency(request.priority if request.HasField("priority") else None, context.time_remaining())
-                check_count("idempotency_key", len(request.idempotency_key), MAX_KEY_CHARACTERS, "characters")
                 target = await self.sessions.targets.find(request.model, urgency().remaining_s)
                 prepared = await prepare(from_proto(request), request.ByteSize(), target, self._settings)
                 session = await self.sessions.begin(prepared, target, request.idempotency_key)

@@ -60,7 +60,10 @@ class WholeMessages(grpc.aio.ServerInterceptor):
             with self._budget.share() as share:
                 given: Any = self._messages(context, share, large=large, every=every)
                 if not handler.request_streaming:
-                    given = await _only(given)
+                    async with contextlib.aclosing(given) as messages:
+                        given = await anext(messages, None)
+                    if given is None:
+                        raise InvalidRequest("the call ended before its message", field="request")
                 streaming = handler.stream_stream or handler.unary_stream
                 if streaming is None:
                     yield await (handler.stream_unary or handler.unary_unary)(given, context)
@@ -105,10 +108,3 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         if message is not grpc.aio.EOF:
             self._budget.take(share, message.ByteSize())
         return message
-
-
-async def _only(messages: AsyncGenerator[Any, None]) -> Any:
-    async with contextlib.aclosing(messages):
-        if (message := await anext(messages, None)) is not None:
-            return message
-    raise InvalidRequest("the call ended before its message", field="request")

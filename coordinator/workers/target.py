@@ -76,8 +76,7 @@ class Target:
             )
         except Exception as error:  # templates are programs and may raise anything
             raise InvalidRequest(f"the chat template rejects these messages: {error}", field="chat.messages") from error
-        text = str(rendered)
-        check_count("chat.messages", len(text), limit, "characters as the chat template writes them")
+        check_count("chat.messages", len(text := str(rendered)), limit, "characters as the chat template writes them")
         encoded = self.tokenizer(cut.pieces(text), add_special_tokens=False, return_attention_mask=False)
         return tuple(chain.from_iterable(encoded["input_ids"]))
 

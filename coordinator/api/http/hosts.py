@@ -48,7 +48,8 @@ class RequestChecks:
 
     def _origin_fault(self, headers: Headers, method: str) -> tuple[InvalidRequest, int] | None:
         host = headers.get("host", "")
-        if not self._serves(_parsed(f"//{host}").hostname or ""):
+        name = _parsed(f"//{host}").hostname or ""
+        if self._hosts.isdisjoint({ANY, name}) and (ADDRESSES not in self._hosts or address(name) is None):
             message = f"Host {shorten(repr(host))} is not served here; --allowed-hosts names further ones"
             served = ", ".join(sorted(self._hosts - {""}))
             return InvalidRequest(message, field="Host", value=host, limit=served), 403
@@ -59,9 +60,6 @@ class RequestChecks:
             return None
         message = f"pages of {shorten(repr(origin))} may not call this; --cors-origins names those that may"
         return InvalidRequest(message, field="Origin", value=origin, limit=host), 403
-
-    def _serves(self, name: str) -> bool:
-        return not self._hosts.isdisjoint({ANY, name}) or (ADDRESSES in self._hosts and address(name) is not None)
 
 
 def _parsed(url: str) -> SplitResult:

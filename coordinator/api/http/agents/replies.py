@@ -54,8 +54,7 @@ def name_as_sent(body: ChatBody, names: dict[str, str]) -> None:
 
 
 def _grammar(body: ChatBody, manner: Manner, target: Target, answer: Grammar | None) -> Grammar | None:
-    required = body.calls_required
-    if required is None:
+    if (required := body.calls_required) is None:
         return answer
     schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.callable_tools}
     parallel = manner.several and body.parallel_tool_calls is not False and isinstance(body.tool_choice, str | None)

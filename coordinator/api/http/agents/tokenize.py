@@ -21,8 +21,6 @@ from outrider.protocol.checks import check_count, check_tokens
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.settings.coordinator import CoordinatorSettings
 
-TokenizeBody = TokenizeChatBody | TokenizeTextBody
-
 
 class Tokenized(TypedDict):
     count: int
@@ -47,7 +45,7 @@ class TokensApi:
         return [Route(f"/{each.__name__}", each, methods=["POST"]) for each in (self.tokenize, self.detokenize)]
 
     async def tokenize(self, request: Request) -> Response:
-        body: TokenizeBody = await read_body(request, TokenizeTextBody, TokenizeChatBody)
+        body: TokenizeChatBody | TokenizeTextBody = await read_body(request, TokenizeTextBody, TokenizeChatBody)
         with admission(self._sessions.metrics):
             target = await self._sessions.targets.find(body.model)
             return await beside(len(await request.body()), self._tokenized, body, target)
@@ -61,7 +59,7 @@ class TokensApi:
         text = await asyncio.to_thread(target.tokenizer.decode, body.tokens, clean_up_tokenization_spaces=False)
         return await asyncio.to_thread(JSONResponse, Detokenized(prompt=text))
 
-    def _tokenized(self, body: TokenizeBody, target: Target) -> Response:
+    def _tokenized(self, body: TokenizeChatBody | TokenizeTextBody, target: Target) -> Response:
         if isinstance(body, TokenizeChatBody):
             chat = chat_of(body, body.tools or (), manner_of(target, self._settings.tool_parser))
             request = ClientRequest(SamplingParams(), chat=chat)
