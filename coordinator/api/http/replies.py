@@ -118,12 +118,13 @@ class CompletionReplies(Replies[CompletionBody]):
 
     def _echoed(self, number: int, session: Session) -> Iterator[responses.CompletionChunkChoice]:
         if self._body.echo and number not in self._written:
-            prompt = self.prompts.get(session.record.request.prompt, ())
+            echo, prompt = self._echo(number, session), self.prompts.get(session.record.request.prompt, ())
             for start in range(0, len(prompt) or 1, MAX_READ):
-                read = prompt[start : start + MAX_READ]
-                text, at = text_of(read) if read else self._echo(number, session), self._written[number]
-                yield {"index": number, "text": text, "logprobs": self._logprobs(read, at), "finish_reason": None}
-                self._written[number] += len(text)
+                read, at = prompt[start : start + MAX_READ], self._written[number]
+                end = at + len(text_of(read)) if start + MAX_READ < len(prompt) else len(echo)
+                text, logprobs = echo[at:end], self._logprobs(read, at)
+                yield {"index": number, "text": text, "logprobs": logprobs, "finish_reason": None}
+                self._written[number] = end
 
     def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.CompletionChunkChoice]:
         parts: list[responses.CompletionChunkChoice] = []
