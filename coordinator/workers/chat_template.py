@@ -61,18 +61,15 @@ class Chat:
 
 
 class CutChat:
-    """A chat with the control tokens in its texts cut in two; `pieces` splits the rendered text at the cuts."""
+    """A chat with the control tokens in its texts cut in two, and the mark of these cuts, if there are any."""
 
     def __init__(self, chat: Chat, control: re.Pattern[str] | None) -> None:
         self.messages, self.tools = list(chat.messages), list(chat.tools)
-        self._mark = ""
+        self.mark = ""
         if control is not None and any(control.search(text) for text in chat.texts()):
             used = set().union(*chat.texts())
-            self._mark = next(chr(code) for code in _PRIVATE if chr(code) not in used)
+            self.mark = next(chr(code) for code in _PRIVATE if chr(code) not in used)
             self.messages, self.tools = self._cut(self.messages, control), self._cut(self.tools, control)
-
-    def pieces(self, rendered: str) -> list[str]:
-        return rendered.split(self._mark) if self._mark else [rendered]
 
     def _cut(self, value: Any, control: re.Pattern[str]) -> Any:
         """Cut until no control token is left, since one may begin inside another."""
@@ -81,5 +78,5 @@ class CutChat:
         if isinstance(value, list | tuple):
             return [self._cut(each, control) for each in value]
         while isinstance(value, str) and control.search(value):
-            value = control.sub(lambda match: match[0][0] + self._mark + match[0][1:], value)
+            value = control.sub(lambda match: match[0][0] + self.mark + match[0][1:], value)
         return value

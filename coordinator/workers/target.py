@@ -77,7 +77,9 @@ class Target:
         except Exception as error:  # templates are programs and may raise anything
             raise InvalidRequest(f"the chat template rejects these messages: {error}", field="chat.messages") from error
         check_count("chat.messages", len(text := str(rendered)), limit, "characters as the chat template writes them")
-        encoded = self.tokenizer(cut.pieces(text), add_special_tokens=False, return_attention_mask=False)
+        pieces = text.split(cut.mark) if cut.mark else [text]  # each has a token at least
+        check_count("chat.messages", len(pieces), self.info.context_length, "texts around special tokens")
+        encoded = self.tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)
         return tuple(chain.from_iterable(encoded["input_ids"]))
 
     def token_bytes(self, token: int) -> bytes:

@@ -14,9 +14,11 @@ from coordinator.api.preprocess import ClientRequest, prompt_tokens
 from coordinator.workers.chat_template import Chat, control_tokens
 from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.testing.toy_models import EOS, byte_tokenizer
 
+INFO = ModelInfo("m", "f", context_length=2048)
 START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
@@ -32,7 +34,7 @@ def target() -> Target:
     )
     tokenizer.chat_template = TEMPLATE
     nothing: Any = None
-    return Target(nothing, tokenizer, nothing, nothing)
+    return Target(INFO, tokenizer, nothing, nothing)
 
 
 def shown(target: Target, tokens: tuple[int, ...]) -> str:
@@ -84,6 +86,16 @@ def test_many_control_tokens_are_encoded_together(target: Target, monkeypatch: p
     assert len(calls) < 5
 
 
+def test_more_control_tokens_than_the_context_has_room_for_are_not_encoded(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each took 22 µs and 1.3 KiB: four megabytes of Llama 2's `<s>` half a minute."""
+    nothing: Any = None
+    monkeypatch.setattr(type(target.tokenizer), "_encode_plus", nothing)
+    with pytest.raises(InvalidRequest, match=r"is 6001 texts around special tokens, must be at most 2048"):
+        target.encode_chat(Chat([{"role": "user", "content": END * 3000}]))
+
+
 def test_texts_are_found_however_deep_they_are() -> None:
     """Each text once passed through all levels above it: a million in two hundred lists took five seconds."""
     value: Any = ["deep"]
@@ -98,7 +110,7 @@ def test_what_the_template_makes_of_numbers_counts_as_prompt(monkeypatch: pytest
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for t in tools %}{{ t | tojson(indent=4) }}{% endfor %}{{ messages[0]['content'] }}"
     nothing: Any = None
-    target = Target(nothing, tokenizer, nothing, nothing)
+    target = Target(INFO, tokenizer, nothing, nothing)
     value: Any = [0] * 10
     for _ in range(100):
         value = [value]

@@ -21,7 +21,9 @@ from outrider.v1 import verifier_pb2 as pb
 
 
 def target_of(tokenizer: PreTrainedTokenizerFast) -> Target:
-    return Target(cast(ModelInfo, None), tokenizer, Vocabulary.of(tokenizer), cast(GrammarCompiler, None))
+    return Target(
+        ModelInfo("m", "f", context_length=2048), tokenizer, Vocabulary.of(tokenizer), cast(GrammarCompiler, None)
+    )
 
 
 def sentencepiece() -> PreTrainedTokenizerFast:

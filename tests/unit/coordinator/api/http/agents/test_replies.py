@@ -19,6 +19,7 @@ from coordinator.sessions.output import SessionOutput
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import TokenKind
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.toy_models import byte_tokenizer
@@ -37,7 +38,7 @@ def target_with(*, special: bool) -> Target:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken(mark, special=special) for mark in MARKS])
     nothing: Any = None
-    return Target(nothing, tokenizer, nothing, nothing)
+    return Target(ModelInfo("m", "f", context_length=2048), tokenizer, nothing, nothing)
 
 
 def chat(**more: Any) -> ChatBody:

@@ -12,6 +12,7 @@ from coordinator.api.http.agents.tool_grammar import MAX_CALLS, grammar_of
 from coordinator.workers.target import Target
 from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import Grammar, SamplingParams
 from outrider.speculation.grammar import GrammarCompiler
 from outrider.testing.toy_models import byte_tokenizer
@@ -36,7 +37,7 @@ def target_of(*, tokens: bool) -> Target:
         tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(mark) for mark in SPECIAL]})
     compiler = GrammarCompiler(lambda: tokenizer_json(tokenizer), [tokenizer.eos_token_id])
     nothing: Any = None
-    return Target(nothing, tokenizer, nothing, compiler)
+    return Target(ModelInfo("m", "f", context_length=2048), tokenizer, nothing, compiler)
 
 
 TARGETS = {tokens: target_of(tokens=tokens) for tokens in (False, True)}
