@@ -49,7 +49,7 @@ class Replies(ABC, Generic[BodyT]):
                 async for number, new in updates:
                     tokens[number] += new
             known = 0 if self._body.num_logprobs is None else self._body.num_logprobs + 1
-            size = 55 * known * sum(map(len, (*tokens, *self.prompts.values())))  # of the JSON
+            size = (8 + 55 * known) * sum(map(len, (*tokens, *self.prompts.values())))  # of the JSON
             return await beside(size, self._whole, made, sessions, tokens)
 
     def _whole(self, made: Callable[[dict[str, Any]], Any], sessions: Sequence[Session], tokens: list[Any]) -> Any:
