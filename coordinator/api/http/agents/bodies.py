@@ -192,8 +192,7 @@ class ChatBody(ChatFields, ChatOptions):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        choice = self.tool_choice
-        chosen = choice.function.name if isinstance(choice, ToolChoice) else None
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
         return [tool for tool in self.tools or () if chosen in (None, tool.function.name)]
 
 

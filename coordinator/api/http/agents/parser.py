@@ -19,6 +19,7 @@ _BARE = re.compile(r"\s*+([\w.-]{1,64}+)\s*+(?:\[ARGS\])?\s*+(?=\{)")
 _BARE_BEGINS = re.compile(r"\s*+[\w.-]{0,64}+\s*+(?:\[[ARGS]{0,4}+\]?)?\s*+")
 _BLANK = " \t\r\n"
 _BETWEEN = _BLANK + ",;"
+_MOST = 1_024  # characters that may begin thoughts or a call: each further one has all of them read again
 
 
 class PartKind(Enum):
@@ -111,11 +112,11 @@ class AnswerParser:
                 return self._in_call()
 
     def _start(self) -> bool:
-        text = self._text.lstrip()
+        text = self._text[:_MOST].lstrip()
         if text.startswith(THINK):
-            self._text = text[len(THINK) :]
+            self._text = self._text.lstrip()[len(THINK) :]
             self._state = _State.REASONING
-        elif not self._ended and THINK.startswith(text):
+        elif not self._ended and THINK.startswith(text) and len(self._text) < _MOST:
             return False
         else:
             self._state = _State.OPENING
@@ -124,10 +125,11 @@ class AnswerParser:
     def _opening(self) -> bool:
         """Find out whether an answer begins with calls, where only there they may be."""
         self._state = _State.CONTENT
-        text = begun = self._text.lstrip(" \n")  # other blanks begin free text, as for the grammar
-        if self._formatted:
-            self._text, begun = text, "".join(text.split())
-        if not self._ended and any(start.startswith(begun) and start != begun for start in self._starts):
+        text = self._text.lstrip(" \n")  # other blanks begin free text, as for the grammar
+        self._text = text if self._formatted else self._text
+        begun = "".join(self._text[:_MOST].split()) if self._formatted else self._text[:_MOST].lstrip(" \n")
+        may_begin = not self._ended and len(self._text) < _MOST
+        if may_begin and any(start.startswith(begun) and start != begun for start in self._starts):
             self._state = _State.OPENING
             return False
         if begun.startswith(self._starts):
@@ -152,6 +154,8 @@ class AnswerParser:
     def _between_calls(self) -> bool:
         dialect = self._dialect
         text = self._text.lstrip(_BETWEEN if self.calls else _BLANK)
+        if len(self._text) - len(text) >= _MOST:
+            text = ""
         for mark in (dialect.closer, dialect.opener):
             if mark and text.startswith(mark) and (self.calls or mark == dialect.opener):
                 closed = mark != dialect.opener
@@ -160,15 +164,16 @@ class AnswerParser:
             if text and mark.startswith(text) and (self.calls or not self._ended):
                 self._text = "" if self._ended else self._text
                 return False
-        if not text:
+        if not text and len(self._text) < _MOST:
             return False
         if dialect.before == "[" and text.startswith("[") and self._opened.endswith(dialect.opener):
             return self._take(text, "[", 1)
-        if _BARE.match(text) if dialect.bare and self._opened else text.startswith("{") and not dialect.bare:
+        if _BARE.match(text, 0, _MOST) if dialect.bare and self._opened else text.startswith("{") and not dialect.bare:
             self._call = _CallScanner(bool(dialect.bare), self._names)
             self._state = _State.CALL
             return self._take(text, "", 0)
-        if dialect.bare and self._opened and (self.calls or not self._ended) and _BARE_BEGINS.fullmatch(text):
+        more = (self.calls or not self._ended) and 0 < len(text) < _MOST
+        if more and dialect.bare and self._opened and _BARE_BEGINS.fullmatch(text):
             return False
         self._emit(PartKind.CONTENT, self._opened)
         self._opened, self._state = "", _State.CONTENT
@@ -176,9 +181,7 @@ class AnswerParser:
 
     def _take(self, text: str, mark: str, length: int) -> bool:
         """Go on after white space and a mark; they are content if no call follows."""
-        if self._opened or mark:
-            blank = self._text[: len(self._text) - len(text)] if self._opened else ""
-            self._opened += blank + mark
+        self._opened += self._text[: len(self._text) - len(text)] * bool(self._opened) + mark
         self._text = text[length:]
         return True
 
@@ -203,9 +206,8 @@ class AnswerParser:
 
     def _emit(self, kind: PartKind, text: str) -> None:
         if kind is PartKind.CONTENT and not self.said:
-            text = self._blank + text
-            self._blank = "" if text.strip() else text
-            text = "" if self._blank else text
+            blank = not text.strip()
+            text, self._blank = ("", self._blank + text) if blank else (self._blank + text, "")
         if text:
             self.said |= kind is PartKind.CONTENT
             self._parts.append(Part(kind, text))
@@ -230,7 +232,7 @@ class _CallScanner:
     def feed(self, text: str) -> str:
         """Scan more text. Return what follows the call."""
         self.text += text
-        if self._passed < 0 and (head := self._head.match(self.text)):
+        if self._passed < 0 and (head := self._head.match(self.text, 0, _MOST)):
             self._passed = head.end()
             self._at = max(self._at, head.end()) if self._bare else self._at
             self.named = head[1] if head[1] in self._names else ""

@@ -121,8 +121,7 @@ class PartedReplies(ChatReplies):
                 deltas.append({"tool_calls": [{"index": before, **_call(session, before, part.text)}]})
                 before += 1
             else:
-                more: responses.ToolCallDelta = {"index": before - 1, "function": {"arguments": part.text}}
-                deltas.append({"tool_calls": [more]})
+                deltas.append({"tool_calls": [{"index": before - 1, "function": {"arguments": part.text}}]})
         return deltas
 
     def _reason(self, number: int, session: Session) -> responses.FinishName:

@@ -266,6 +266,41 @@ def test_blanks_within_the_beginning_of_a_call_take_no_time() -> None:
     assert time.process_time() - began < 5
 
 
+BLANKS = [
+    (HERMES, ""),
+    (LLAMA3, ""),
+    (JSON, ""),
+    (HERMES, "<tool_call>"),
+    (MISTRAL, "[TOOL_CALLS]"),
+    (MISTRAL_ARGS, "[TOOL_CALLS]f"),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+]
+
+
+@pytest.mark.parametrize(("dialect", "before"), BLANKS)
+def test_blanks_without_end_take_no_more_time_the_more_there_are(dialect: Dialect, before: str) -> None:
+    """With a bias for blanks each token took milliseconds of its coordinator, in which all streams waited."""
+    parser = AnswerParser(Manner(dialect, True, thinks=True), NAMES)
+    parser.feed(before)
+    began = time.process_time()
+    for _ in range(8_000):
+        parser.feed(" " * 64)
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize("formatted", [False, True])
+@pytest.mark.parametrize("count", [1_000, 1_010, 1_023, 1_024, 1_100])
+@pytest.mark.parametrize(("dialect", "before"), BLANKS)
+def test_many_blanks_are_read_alike_in_pieces(dialect: Dialect, before: str, count: int, *, formatted: bool) -> None:
+    manner = Manner(dialect, True, thinks=True)
+    for after in ("<think>Hm.</think>Yes.", '{"name": "f", "arguments": {"a": 1}}', "{}", dialect.opener + "{}", "."):
+        text = before + " " * count + after
+        whole = parsed(AnswerParser(manner, NAMES, formatted=formatted), [text])
+        assert parsed(AnswerParser(manner, NAMES, formatted=formatted), list(text)) == whole, after
+        said = "".join((whole.content, whole.reasoning, *(name + arguments for name, arguments in whole.calls)))
+        assert after[-1:] in said
+
+
 THOUGHTS = {
     "first": (False, "<think>\nHm.\n</think>\n\nYes.", Answer("\n\nYes.", "\nHm.\n")),
     "already begun": (True, "Hm.</think>Yes.", Answer("Yes.", "Hm.")),
