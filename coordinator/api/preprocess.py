@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
 import structlog
 
@@ -17,6 +14,7 @@ from coordinator.admission.model_limits import limits_of
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
+from outrider.base.aio import LARGE_BYTES, beside
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol import convert
 from outrider.protocol.checks import check_count, check_tokens
@@ -29,11 +27,7 @@ from outrider.v1 import coordinator_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-LARGE_BYTES = 16 * 1024
-HUGE_BYTES = 512 * 1024
-_FOR_HUGE = ThreadPoolExecutor(1, "huge requests")
 _FOR_GRAMMARS = ThreadPoolExecutor(4, "grammars")  # so that other requests do not wait for a slow one
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +75,6 @@ async def prepare(request: ClientRequest, size: int, target: Target, settings: C
     if request.params.grammar is None:
         return await beside(size, resolve, *given)
     return await beside(max(size, LARGE_BYTES), resolve, *given, thread=_FOR_GRAMMARS)
-
-
-async def beside(size: int, work: Callable[..., T], *given: Any, thread: ThreadPoolExecutor | None = None) -> T:
-    """Run work on a large request beside the event loop, on huge ones one at a time: 4 MiB take a GiB to tokenise."""
-    if size < LARGE_BYTES:
-        return work(*given)
-    thread = _FOR_HUGE if size > HUGE_BYTES else thread
-    return await asyncio.get_running_loop().run_in_executor(thread, copy_context().run, work, *given)
 
 
 def resolve(request: ClientRequest, target: Target, settings: CoordinatorSettings) -> SessionRequest:

@@ -6,21 +6,23 @@ failed before it stored the end, or the client sent tokens with Resume. An outpu
 
 from __future__ import annotations
 
-import asyncio
-
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.workers.target import Target
+from outrider.base.aio import LARGE_BYTES, beside
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import Conflict, InvalidRequest
 from outrider.protocol.speculation import FinishReason, TokenKind
+
+TOKEN_BYTES = 8  # of a request that takes as long as the text of a token
 
 
 async def finish_ended(record: SessionRecord, target: Target) -> None:
     """Finish a record whose output has ended and drop tokens after the end; raise for tokens against its grammar."""
     if record.finished or not record.tokens:
         return
-    if (end := await asyncio.to_thread(_end, record, target)) is not None:
+    size = TOKEN_BYTES * len(record.tokens) if record.request.params.grammar is None else LARGE_BYTES
+    if (end := await beside(size, _end, record, target)) is not None:
         length, record.finish_reason = end
         record.cut(length)
 

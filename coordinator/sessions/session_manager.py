@@ -25,14 +25,14 @@ from coordinator.persistence.store import Store
 from coordinator.persistence.write_behind import WriteBehind
 from coordinator.sessions.drafting import DraftingContext
 from coordinator.sessions.hidden_states.delivery import ProjectionDelivery
-from coordinator.sessions.resumption import append_tail, check_position, finish_ended
+from coordinator.sessions.resumption import TOKEN_BYTES, append_tail, check_position, finish_ended
 from coordinator.sessions.session import Session, SessionContext
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.registrations import Registrations
 from coordinator.workers.target import Target
 from coordinator.workers.targets.known_targets import ModelNames
 from coordinator.workers.worker_pool import WorkerPool
-from outrider.base.aio import cancel_all, critical_task
+from outrider.base.aio import beside, cancel_all, critical_task
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import make_tracing
 from outrider.protocol.errors import Conflict, Expired, NotFound, Unavailable
@@ -216,7 +216,8 @@ class SessionManager:
             append_tail(record, position, tail, target, closed=record.finished)
             await finish_ended(record, target)
             check_position(position, record)
-            session = await asyncio.to_thread(Session, record, target, self._context)  # with the text of all tokens
+            size = TOKEN_BYTES * len(record.tokens)  # their text is made
+            session = await beside(size, Session, record, target, self._context)
             if not record.finished:
                 self._quotas.admit_takeover(tenant(), *self._held())
             if record.finished and not stored_as_finished:

@@ -37,10 +37,11 @@ from coordinator.api.http.openapi import document
 from coordinator.api.http.replies import CompletionReplies, Replies, plan_completion
 from coordinator.api.http.responses import Fleet, Model, ModelList, Status
 from coordinator.api.http.streams import EventStream, WholeAnswer
-from coordinator.api.preprocess import ClientRequest, admission, beside
+from coordinator.api.preprocess import ClientRequest, admission
 from coordinator.persistence.idempotency import MAX_KEY_CHARACTERS
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.target import Target
+from outrider.base.aio import beside
 from outrider.protocol.errors import InvalidRequest, OutriderError, Unavailable
 from outrider.security.api_keys import ApiKeys
 from outrider.settings.coordinator import CoordinatorSettings

@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from coordinator.api.http.failures import FIELD_NAMES, of_validation
-from coordinator.api.preprocess import LARGE_BYTES
 from coordinator.persistence.session_record import MAX_PRIORITY
+from outrider.base.aio import LARGE_BYTES
 from outrider.protocol.errors import InvalidRequest, shorten
 from outrider.protocol.field_limits import LONGEST, MOST
 from outrider.protocol.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARACTERS, MIN_REPETITION_PENALTY

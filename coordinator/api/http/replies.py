@@ -15,10 +15,11 @@ from typing import Any, Generic, TypeVar
 from coordinator.api.http import responses
 from coordinator.api.http.answer import input_of, progress
 from coordinator.api.http.bodies import ChatOptions, CompletionBody
-from coordinator.api.preprocess import ClientRequest, beside
+from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import MAX_READ, Token
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
+from outrider.base.aio import beside
 from outrider.protocol.speculation import FinishReason, TokenLogprobs
 from outrider.protocol.statistics import GenerationStats
 from outrider.settings.coordinator import CoordinatorSettings

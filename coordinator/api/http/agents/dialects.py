@@ -86,9 +86,8 @@ def _by_template(template: str) -> Dialect:
         return HERMES
     if "[TOOL_CALLS]" in template:
         return MISTRAL
-    if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
-        return LLAMA3
-    return JSON
+    llama = "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template)
+    return LLAMA3 if llama else JSON
 
 
 def opens_thinking(target: Target, chat: Chat) -> bool:

@@ -14,9 +14,10 @@ from coordinator.api.http.agents.bodies import DetokenizeBody, TokenizeChatBody,
 from coordinator.api.http.agents.dialects import manner_of
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.bodies import read_body
-from coordinator.api.preprocess import ClientRequest, admission, beside, prompt_tokens
+from coordinator.api.preprocess import ClientRequest, admission, prompt_tokens
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.target import Target
+from outrider.base.aio import beside
 from outrider.protocol.checks import check_count, check_tokens
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.settings.coordinator import CoordinatorSettings

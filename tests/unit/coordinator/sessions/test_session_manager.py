@@ -253,13 +253,13 @@ async def test_the_text_of_a_session_that_is_resumed_is_not_made_in_the_event_lo
 
     monkeypatch.setattr(TextStream, "add", watched)
     requests.store("s")
-    asked = replace(REQUEST, params=replace(REQUEST.params, stop=("no",)))
+    asked = replace(REQUEST, params=replace(REQUEST.params, stop=("no",), max_tokens=5_000))
     reason = FinishReason.LENGTH if finished else FinishReason.NONE
     known = SessionRecord("s", asked, model=TARGET.identity, epoch=2, finish_reason=reason)
-    known.append([5] * 7, [TokenKind.PLAIN] * 7, ())
+    known.append([5] * 4_000, [TokenKind.PLAIN] * 4_000, ())
     requests.manager.ended.keep(known)
     (session,) = await requests.resume("s")
-    assert [token.token for token in session.output.tokens] == [5] * 7
+    assert [token.token for token in session.output.tokens] == [5] * 4_000
     assert threads
     assert threading.main_thread() not in threads
 

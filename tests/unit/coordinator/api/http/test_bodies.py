@@ -18,7 +18,7 @@ from coordinator.api.http.agents.bodies import ChatBody, DetokenizeBody
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.bodies import Body, CompletionBody, read_body
 from coordinator.api.http.failures import FIELD_NAMES, body_of
-from coordinator.api.preprocess import LARGE_BYTES
+from outrider.base.aio import LARGE_BYTES
 from outrider.protocol.errors import InvalidRequest
 
 SIZES = pytest.mark.parametrize("size", [0, 2 * LARGE_BYTES], ids=["small", "large"])
