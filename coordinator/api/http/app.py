@@ -117,9 +117,8 @@ class Api:
         with admission(self._sessions.metrics):
             set_urgency(body.priority, timeout_of(request.headers.get(TIMEOUT_HEADER)))
             target = await self._sessions.targets.find(body.model, urgency().remaining_s)
-            size = len(await request.body())
-            inputs, replies = await beside(size, plan, body, target, self._settings)
-            requests = await requests_of(body, size, inputs, target, self._settings)
+            inputs, replies = await beside(request.state.size, plan, body, target, self._settings)
+            requests = await requests_of(body, request.state.size, inputs, target, self._settings)
         if isinstance(replies, CompletionReplies) and isinstance(body, CompletionBody):
             replies.prompts = await echoed_prompts(body, self._sessions, requests, target, _key(request))
         answering = start_answer(self._sessions, requests, target, _key(request))

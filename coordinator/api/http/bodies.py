@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -44,6 +44,7 @@ def _few(value: Any) -> Any:
     return value
 
 
+Unkept = AfterValidator(lambda _: None)  # of what is ignored: an answer may take minutes, and this megabytes
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _Text = Annotated[str, Field(min_length=1)]
 _StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -83,7 +84,8 @@ async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
         raise HTTPException(415, message)
     if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
         raise HTTPException(415, f"Content-Encoding is {shorten(coding)}, must be absent")
-    data = await request.body()
+    data = b"".join([part async for part in request.stream()])  # `body()` would keep it as long as the answer takes
+    request.state.size = len(data)
     if len(data) > LARGE_BYTES:  # checks of megabytes take seconds; other streams wait for the JSON only
         return await asyncio.to_thread(_read, data, kinds)
     return _read(data, kinds)
@@ -190,15 +192,14 @@ class GenerationBody(Body):
     cache_salt: str | None = Field(None, max_length=LONGEST["cache_salt"], description="Separates tenants' prefixes.")
     speculation: SpeculationWish | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower numbers are served first.")
-    # Labels: accepted and ignored.
-    user: str | None = None
-    metadata: dict[str, Any] | None = Field(None, description="Ignored.")
+    user: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
+    metadata: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored.")
     store: bool | None = Field(None, description="Ignored: nothing is stored for later retrieval.")
-    service_tier: str | None = Field(None, description="Ignored.")
-    safety_identifier: str | None = Field(None, description="Ignored.")
-    prompt_cache_key: str | None = Field(None, description="Ignored: prefixes are shared by cache_salt.")
-    prompt_cache_retention: str | None = Field(None, description="Ignored.")
-    prompt_cache_options: dict[str, Any] | None = Field(None, description="Ignored.")
+    service_tier: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
+    safety_identifier: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
+    prompt_cache_key: Annotated[str | None, Unkept] = Field(None, description="Ignored: cache_salt separates prefixes.")
+    prompt_cache_retention: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
+    prompt_cache_options: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored.")
 
     @model_validator(mode="after")
     def _streams(self) -> GenerationBody:
@@ -231,7 +232,7 @@ class ChatOptions(GenerationBody):
     max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS, description="The older name of max_completion_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    prediction: dict[str, Any] | None = Field(None, description="Ignored: the drafters guess.")
+    prediction: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored: the drafters guess.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     verbosity: Literal["medium"] | None = None
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic_core import from_json
 
-from coordinator.api.http.bodies import Body, ChatOptions, CompletionBody, TokenId, check_counts
+from coordinator.api.http.bodies import Body, ChatOptions, CompletionBody, TokenId, Unkept, check_counts
 from outrider.protocol.field_limits import LONGEST, OTHER
 
 MAX_MESSAGES = 1_000  # besides the instructions of a response
@@ -20,7 +20,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class TextPart(Body):
     type: Literal["text"]
     text: str
-    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Ignored.")
+    prompt_cache_breakpoint: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored.")
 
 
 class Function(Body):
@@ -59,7 +59,7 @@ class ToolChoice(Body):
 class CalledFunction(Body):
     name: _FunctionName
     arguments: str = Field(description="A JSON object.")
-    parsed_arguments: Annotated[Any, Field(description="Ignored: OpenAI's client adds it to answers.")] = None
+    parsed_arguments: Annotated[Any, Unkept, Field(description="Ignored: OpenAI's client adds it to answers.")] = None
 
     def read(self, *, cut: bool = True) -> dict[str, Any]:
         """Return the arguments; if the limit of tokens may have `cut` them, those that are whole."""
@@ -93,9 +93,9 @@ class Message(Body):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    parsed: Any = Field(None, description="Ignored: OpenAI's client adds it to answers.")
+    parsed: Annotated[Any, Unkept] = Field(None, description="Ignored: OpenAI's client adds it to answers.")
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    provider_specific_fields: dict[str, Any] | None = Field(None, description="Ignored: LiteLLM adds it to answers.")
+    provider_specific_fields: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored: LiteLLM's.")
 
     @model_validator(mode="after")
     def _whole(self) -> Message:

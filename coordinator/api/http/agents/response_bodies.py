@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 from pydantic_core import InitErrorDetails
 
 from coordinator.api.http.agents import bodies as chats
-from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, ResponseFormat
+from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, ResponseFormat, Unkept
 from outrider.protocol.field_limits import OTHER
 
 
@@ -29,10 +29,10 @@ _UNSTORED = "Not supported: nothing is stored."
 class ItemText(Body):
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
-    annotations: list[Any] | None = Field(None, description="Ignored.")
-    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Ignored.")
-    logprobs: list[Any] | None = Field(None, description="Ignored.")
-    parsed: Any = Field(None, description="Ignored: OpenAI's clients add it to answers.")
+    annotations: Annotated[list[Any] | None, Unkept] = Field(None, description="Ignored.")
+    prompt_cache_breakpoint: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored.")
+    logprobs: Annotated[list[Any] | None, Unkept] = Field(None, description="Ignored.")
+    parsed: Annotated[Any, Unkept] = Field(None, description="Ignored: OpenAI's clients add it to answers.")
 
 
 _Texts = Annotated[list[ItemText], Field(max_length=chats.MAX_PARTS, fail_fast=True)]
@@ -43,7 +43,7 @@ def _joined(content: str | list[ItemText]) -> str:
 
 
 class _Item(Body):
-    id: str | None = Field(None, description="Ignored.")
+    id: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
     status: str | None = Field(None, description="Ignored.")
 
 
@@ -51,7 +51,7 @@ class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | _Texts
-    phase: str | None = Field(None, description="Ignored.")
+    phase: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
 
     @property
     def message(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class ReasoningItem(_Item):
     type: Literal["reasoning"]
     content: _Texts | None = Field(None, description="For templates that show it.")
     summary: _Texts | None = Field(None, description="Read in place of an absent content.")
-    encrypted_content: str | None = Field(None, description="Ignored.")
+    encrypted_content: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
 
     @property
     def message(self) -> dict[str, Any]:
@@ -163,6 +163,7 @@ class ResponsesBody(GenerationBody):
     reasoning: ReasoningOptions | None = None
     n: Literal[1] | None = None
     response_format: None = Field(None, description="Its name is text.format here.")
+    metadata: dict[str, Any] | None = Field(None, description="The answer has it, too.")
     store: _False = Field(None, description=_UNSTORED)
     background: _False = Field(None, description=_UNSTORED)
     previous_response_id: _Absent = Field(None, description=_UNSTORED)

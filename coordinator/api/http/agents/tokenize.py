@@ -49,7 +49,7 @@ class TokensApi:
         body: TokenizeChatBody | TokenizeTextBody = await read_body(request, TokenizeTextBody, TokenizeChatBody)
         with admission(self._sessions.metrics):
             target = await self._sessions.targets.find(body.model)
-            return await beside(len(await request.body()), self._tokenized, body, target)
+            return await beside(request.state.size, self._tokenized, body, target)
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, DetokenizeBody)
@@ -63,8 +63,7 @@ class TokensApi:
     def _tokenized(self, body: TokenizeChatBody | TokenizeTextBody, target: Target) -> Response:
         if isinstance(body, TokenizeChatBody):
             chat = chat_of(body, body.tools or (), manner_of(target, self._settings.tool_parser))
-            request = ClientRequest(SamplingParams(), chat=chat)
-            tokens = list(prompt_tokens(request, target, self._limit))
+            tokens = list(prompt_tokens(ClientRequest(SamplingParams(), chat=chat), target, self._limit))
         else:
             check_count("prompt", len(body.prompt.encode()), self._limit, "bytes")
             tokens = list(target.encode(body.prompt, special=body.add_special_tokens))

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import threading
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from coordinator.api.http.agents.bodies import ChatBody, DetokenizeBody
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.bodies import Body, CompletionBody, read_body
 from coordinator.api.http.failures import FIELD_NAMES, body_of
-from outrider.base.aio import LARGE_BYTES
+from outrider.base.aio import LARGE_BYTES, until
 from outrider.protocol.errors import InvalidRequest
 
 SIZES = pytest.mark.parametrize("size", [0, 2 * LARGE_BYTES], ids=["small", "large"])
@@ -127,6 +128,26 @@ async def test_a_prompt_may_have_a_million_ids() -> None:
     ids = list(range(1_000_000))
     assert (await read_body(request(json.dumps({"prompt": ids}).encode()), CompletionBody)).prompt == ids
     assert (await read_body(request(json.dumps({"tokens": ids}).encode()), DetokenizeBody)).tokens == ids
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody, ResponsesBody])
+async def test_a_large_body_takes_no_memory_while_its_answer_is_written(kind: type[Body]) -> None:
+    """A request lives as long as its stream: five hundred of them with labels of megabytes filled gigabytes."""
+    text, many = "x" * 1_000_000, {"a": ["y" * 1000 for _ in range(1_000)]}
+    labels: dict[str, Any] = {"user": text, "prompt_cache_key": text, "prompt_cache_options": many}
+    given: dict[str, Any] = {"prompt": "Hi."}
+    if kind is ChatBody:
+        given = {"messages": [{"role": "user", "content": "Hi.", "parsed": many}], "prediction": many}
+    elif kind is ResponsesBody:
+        item = {"type": "output_text", "text": "Hi.", "annotations": [many]}
+        given = {"input": [{"role": "assistant", "content": [item], "id": text}]}
+    asked = request(json.dumps({**given, **labels}).encode())
+    tracemalloc.start()
+    body = await read_body(asked, kind)
+    freed = await until(lambda: tracemalloc.get_traced_memory()[0] < 300_000, 2)  # the thread may still have it
+    tracemalloc.stop()
+    assert asked.state.size > 3_000_000
+    assert freed, body
 
 
 @SIZES
