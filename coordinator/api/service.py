@@ -113,6 +113,7 @@ class CoordinatorService(rpc.OutriderServicer):
                 prepared = await prepare(from_proto(request), request.ByteSize(), target, self._settings)
                 session = await self.sessions.begin(prepared, target, request.idempotency_key)
             call["session_id"] = session.record.session_id
+            del request  # see `WholeMessages`
             async with contextlib.aclosing(self._stream(session, 0)) as replies:
                 async for reply in replies:
                     yield reply
@@ -123,6 +124,7 @@ class CoordinatorService(rpc.OutriderServicer):
             with admission(self.sessions.metrics):
                 session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
             async with contextlib.aclosing(self._stream(session, request.from_position)) as replies:
+                del request
                 async for reply in replies:
                     yield reply
 
@@ -149,8 +151,7 @@ class CoordinatorService(rpc.OutriderServicer):
         with self.sessions.followed(session):
             await session.opened()
             named = {"session_id": record.session_id, "model": session.target.info.name}
-            prompt_tokens = len(record.request.prompt)
-            started = pb.Started(**named, seed=record.request.params.seed, prompt_tokens=prompt_tokens)
+            started = pb.Started(**named, seed=record.request.params.seed, prompt_tokens=len(record.request.prompt))
             yield pb.GenerateReply(started=started)
             async with contextlib.aclosing(follow([session.output], start)) as updates:
                 async for _, position, tokens in updates:

@@ -71,6 +71,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
                     await streaming(given, context)  # a handler of a library, which writes to its context itself
                 else:
                     async with contextlib.aclosing(streaming(given, context)) as replies:
+                        given = None  # it may have megabytes, and its answer may take minutes
                         async for reply in replies:
                             if share.held:
                                 self._budget.give_back(share)  # the message has become a request

@@ -55,8 +55,7 @@ def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], tar
     check_tokens("tail", tail, target.info.vocab_size)
     known = len(record.tokens)
     start = position - len(tail)
-    both = slice(start, min(known, position))
-    if list(tail[: max(0, known - start)]) != record.tokens[both]:
+    if list(tail[: max(0, known - start)]) != record.tokens[start : min(known, position)]:
         raise Conflict(f"tail differs from what session {record.session_id} has", field="tail", limit="as streamed")
     if closed and position > known:
         raise Conflict.of("from_position", position, f"at most {known}: another client continued the session")

@@ -216,8 +216,7 @@ class SessionManager:
             append_tail(record, position, tail, target, closed=record.finished)
             await finish_ended(record, target)
             check_position(position, record)
-            size = TOKEN_BYTES * len(record.tokens)  # their text is made
-            session = await beside(size, Session, record, target, self._context)
+            session = await beside(TOKEN_BYTES * len(record.tokens), Session, record, target, self._context)
             if not record.finished:
                 self._quotas.admit_takeover(tenant(), *self._held())
             if record.finished and not stored_as_finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import time
@@ -23,9 +24,10 @@ from outrider.client.events import Tokens
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.settings.coordinator import CoordinatorSettings
+from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Output, Redis, ask, client, follow, generate, in_process
-from tests.contract.conftest import Home, verifier_serving
+from tests.contract.conftest import Home, slowed, verifier_serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -157,3 +159,18 @@ async def test_one_request_asks_for_so_many_answers_at_most(small: Home) -> None
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "n"
     assert "9 answers" in reply.json()["error"]["message"]
+
+
+async def test_the_message_of_a_request_is_not_kept_while_its_answer_is_written(small: Home) -> None:
+    """Fields that are not known, of thirty megabytes, count for no limit of prompts."""
+    data = ask("Nothing of this is kept.", **LONG).SerializeToString()
+    async with grpc.aio.insecure_channel(small.coordinator) as channel:
+        with slowed(small.loaded, 0.01):
+            opened: Any = channel.unary_stream("/outrider.v1.Outrider/Generate")
+            call = opened(data)
+            for _ in range(3):
+                assert await call.read()
+            assert going(small) == 1
+            assert not [one for one in gc.get_objects() if isinstance(one, pb.GenerateRequest)]
+            call.cancel()
+    assert await soon(lambda: not going(small), 5)
