@@ -25,15 +25,14 @@ MAX_DRAFTER_MESSAGE_BYTES = MAX_GUESS_BYTES + MAX_SMALL_BYTES
 
 def check_guess(guess: common.Guess) -> None:
     check_count("guess.tokens", len(guess.tokens), MAX_GAMMA, "tokens")
-    check_count("guess.parents", len(guess.parents), MAX_GAMMA, "parents")
-    check_count("guess.draft_probs", len(guess.draft_probs), MAX_GAMMA, "distributions")
+    for name, unit in (("parents", "parents"), ("draft_probs", "distributions")):
+        if (count := len(getattr(guess, name))) not in (0, len(guess.tokens)):
+            raise InvalidRequest.of(f"guess.{name}", f"{count} {unit}", f"none or {len(guess.tokens)}")
     for index, distribution in enumerate(guess.draft_probs):
         name = f"guess.draft_probs[{index}]"
         check_count(f"{name}.id_deltas", len(distribution.id_deltas), MAX_CANDIDATES, "ids")
         check_count(f"{name}.weights", len(distribution.weights), MAX_CANDIDATES, "weights")
     check_count("guess", guess.ByteSize(), MAX_GUESS_BYTES, "bytes")  # unknown fields included
-    if guess.parents and len(guess.parents) != len(guess.tokens):
-        raise InvalidRequest.of("guess.parents", f"{len(guess.parents)} parents", f"none or {len(guess.tokens)}")
     for i, parent in enumerate(guess.parents):
         if parent > i:
             raise InvalidRequest.of(f"guess.parents[{i}]", parent, f"at most {i}: an earlier token")

@@ -256,3 +256,15 @@ async def test_a_request_that_found_no_place_is_attached_when_there_is_one(
     finally:
         del service.sessions.attached[:]
         client._loop.call_soon_threadsafe(client._loop.stop)
+
+
+async def test_a_guess_with_fewer_distributions_than_tokens_is_refused_inside_vllm() -> None:
+    """The scheduler's thread reads it: any other error than a refusal ends the engine, with the requests of all."""
+    request = AttachedRequest("a", list(PROMPT), len(PROMPT), SamplingParams(0.0, seed=1), MODEL.vocab_size)
+    one = common.Distribution(id_deltas=[5], weights=[1 << 16])
+    guess = common.Guess(position=len(PROMPT), first_id=1, tokens=[5, 6], draft_probs=[one], source=3)
+    for message in (1, verify.VerifyRequest(guess=guess)):
+        request.receive(message, threading.Event())
+    request.read()
+    (refusal,) = request.refusals
+    assert (refusal.refused.field, refusal.source) == ("guess.draft_probs", 3)

@@ -286,12 +286,17 @@ verify_steerings = st.builds(
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> dict[str, tuple[int, ...]]:
-    """Tokens, and parents that precede their children, or none."""
+def trees(draw: st.DrawFn) -> dict[str, tuple[Any, ...]]:
+    """Tokens, and parents that precede their children, or none, and a distribution for each token, or none."""
     drawn = draw(tokens)
-    numbers = draw(st.none() | st.lists(st.integers(0, 64), min_size=len(drawn), max_size=len(drawn)))
+    each = {"min_size": len(drawn), "max_size": len(drawn)}
+    numbers = draw(st.none() | st.lists(st.integers(0, 64), **each))
     parents = () if numbers is None else tuple(number % (i + 1) - 1 for i, number in enumerate(numbers))
-    return {"tokens": drawn, "parents": parents}
+    return {
+        "tokens": drawn,
+        "parents": parents,
+        "draft_probs": draw(st.just(()) | st.tuples(*[distributions()] * len(drawn))),
+    }
 
 
 guesses = st.builds(
@@ -300,7 +305,6 @@ guesses = st.builds(
     position=uint32,
     first_id=uint32,
     parent=uint32,
-    draft_probs=st.lists(distributions(), max_size=3).map(tuple),
     draft_us=uint32,
     source=uint32,
 )

@@ -89,6 +89,7 @@ def test_what_follows_an_opening_is_bounded_at_both_workers() -> None:
         common.WorkerLoad(cost=common.CostCurve(rows=[1, 2], ms=[float("inf"), float("inf")])),
         common.WorkerLoad(cost=common.CostCurve(rows=[1, 2], ms=[2.0, 1.0])),
         common.WorkerLoad(cost=common.CostCurve(rows=[1, 2], ms=[1.0, 1e300])),
+        common.WorkerLoad(cost=common.CostCurve(rows=[1, 2], ms=[1e-310, 1.0])),
         common.WorkerLoad(step_ms=float("nan")),
         common.WorkerLoad(step_ms=float("inf")),
         common.WorkerLoad(step_ms=-1.0),
@@ -106,3 +107,11 @@ def test_parents_that_form_no_tree_are_rejected(parents: list[int], value: str) 
     with pytest.raises(InvalidRequest) as rejected:
         message_limits.check_guess(common.Guess(position=1, first_id=1, tokens=[7, 8], parents=parents))
     assert rejected.value.value == value
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_distributions_are_none_or_one_for_each_token(count: int) -> None:
+    one = common.Distribution(id_deltas=[7], weights=[WHOLE])
+    with pytest.raises(InvalidRequest) as rejected:
+        convert.guess_from_proto(guess(tokens=[7, 8], draft_probs=[one] * count))
+    assert rejected.value.value == f"{count} distributions"
