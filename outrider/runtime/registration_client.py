@@ -14,6 +14,7 @@ import structlog
 from outrider.base.aio import cancel_all
 from outrider.base.logs import report_progress
 from outrider.base.rpc_status import error_from_rpc
+from outrider.multiplex.calls import rpc_error
 from outrider.protocol import convert
 from outrider.protocol.errors import ModelMismatch, Unauthenticated
 from outrider.protocol.fleet import WorkerInfo
@@ -25,6 +26,7 @@ from outrider.v1 import coordinator_pb2_grpc as rpc
 log = structlog.get_logger(__name__)
 
 RETRY_S = 0.5
+_MIN_HEARTBEAT_MS = 50  # as of the coordinator's setting
 _VOCABULARY_CHUNK = 8192
 
 
@@ -72,13 +74,17 @@ class RegistrationClient:
             try:
                 await call.write(self._worker())
                 while (reply := await call.read()) is not grpc.aio.EOF:  # `async for` keeps an open call in a cycle
+                    if reply is None:  # gRPC could not decode it
+                        raise rpc_error(grpc.StatusCode.INTERNAL, "its reply is no message")
                     if reply.WhichOneof("message") == "send_vocabulary":
                         async for part in self._vocabulary_chunks():
                             await call.write(part)
                     elif heartbeat is None:
                         log.info("registered", coordinator=address)
                         self._last_error = ""
-                        heartbeat = asyncio.create_task(self._heartbeat(call, reply.heartbeat_ms / 1000))
+                        heartbeat = asyncio.create_task(
+                            self._heartbeat(call, max(_MIN_HEARTBEAT_MS, reply.heartbeat_ms) / 1000)
+                        )
             finally:
                 await cancel_all([heartbeat] if heartbeat is not None else [])
                 call.cancel()

@@ -1,4 +1,4 @@
-"""What a worker leaves open that registers again and again."""
+"""What a worker leaves open that registers again and again, and what a coordinator may answer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 import gc
 import os
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 
+from outrider.base.aio import until
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.runtime import registration_client
@@ -60,6 +62,54 @@ async def test_a_registration_that_fails_keeps_no_socket_open_until_the_next_gar
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await server.stop(None)
+
+
+class _Answering:
+    """Answers every registration with these bytes, and counts the reports."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer = answer
+        self.registrations = self.reports = 0
+
+    async def register(self, requests: Any, context: Any) -> AsyncIterator[bytes]:
+        self.registrations += 1
+        yield self.answer
+        async for _ in requests:
+            self.reports += 1
+
+
+@asynccontextmanager
+async def _registering_at(answering: _Answering) -> AsyncIterator[asyncio.Task[None]]:
+    server = grpc.aio.server()
+    methods = {"Register": grpc.stream_stream_rpc_method_handler(answering.register)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("outrider.v1.Registry", methods),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    worker = WorkerInfo("w", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
+    running = asyncio.create_task(RegistrationClient([address], lambda: worker, None).run())
+    try:
+        yield running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(None)
+
+
+async def test_a_reply_that_is_no_message_does_not_end_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration_client, "RETRY_S", 0.01)
+    answering = _Answering(b"\xff\xff\xff")
+    async with _registering_at(answering) as running:
+        assert await until(lambda: answering.registrations > 2 or running.done(), _CLOSES_S)
+        assert not running.done(), "it is critical: its end is that of the process"
+
+
+async def test_a_coordinator_that_names_no_interval_gets_no_flood_of_reports() -> None:
+    answering = _Answering(pb.RegisterReply(accepted=True).SerializeToString())
+    async with _registering_at(answering):
+        assert await until(lambda: answering.reports > 2, _CLOSES_S)
+        before = answering.reports
+        await asyncio.sleep(0.2)
+        assert answering.reports <= before + 5
 
 
 async def _asked(ending: _Ending, times: int) -> None:
