@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from outrider.protocol.cost_curve import CostCurve
-from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, DraftSteering, VerifySteering
+from outrider.protocol.speculation import MAX_DRAFT_WAIT_US, MAX_GAMMA, MAX_NODES, DraftSteering, VerifySteering
 
 MIN_WAIT_TIMEOUT_MS = 2.0
 MAX_WAIT_TIMEOUT_MS = 1_000.0
@@ -85,7 +85,7 @@ class SpeculationPlan:
     def for_verifier(self, wait_timeout_ms: float) -> VerifySteering:
         return VerifySteering(
             gamma=self.awaited if self.ahead else self.gamma,
-            draft_wait_us=int(wait_timeout_ms * 1000),
+            draft_wait_us=int(min(MAX_DRAFT_WAIT_US, wait_timeout_ms * 1000)),
             nodes=self.budget,
         )
 

@@ -37,7 +37,7 @@ ERROR_KEY = "outrider-error-bin"
 # HTTP/2 adds a frame header of 9 bytes to a message, gRPC a prefix of 5.
 FRAMING_BYTES = 14
 _MAX_POINTS = 64  # of a cost curve
-_MAX_STEP_MS = 600_000.0
+_MIN_STEP_MS, _MAX_STEP_MS = 1e-6, 600_000.0  # quotients of shorter times overflow
 
 
 def params_to_proto(params: SamplingParams) -> common.SamplingParams:
@@ -169,7 +169,7 @@ def _cost_from_proto(proto: common.CostCurve) -> CostCurve:
     rows, ms = tuple(proto.rows), tuple(proto.ms)
     ascending = all(a < b for a, b in pairwise((0, *rows)))
     rising = all(a <= b for a, b in pairwise(ms))
-    if not (ascending and rising and all(0 < value <= _MAX_STEP_MS for value in ms)):
+    if not (ascending and rising and all(_MIN_STEP_MS <= value <= _MAX_STEP_MS for value in ms)):
         return UNKNOWN_COST
     return CostCurve(rows, ms)
 

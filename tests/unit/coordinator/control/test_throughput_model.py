@@ -478,6 +478,12 @@ def test_the_verifier_waits_for_what_the_plan_wants() -> None:
     assert (goes_on.gamma, goes_on.draft_wait_us) == (0, 0)
 
 
+@pytest.mark.parametrize("wait_ms", [12_000.0, 1e15, math.inf])
+def test_a_verifier_is_asked_to_wait_no_longer_than_it_may(wait_ms: float) -> None:
+    """The wait depends on the step times that it reports."""
+    SpeculationPlan(5).for_verifier(wait_ms).check()
+
+
 # --- patience --------------------------------------------------------------------------------------------------------
 
 
