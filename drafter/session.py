@@ -11,7 +11,7 @@ from drafter.grammar import GrammarCursor
 from drafter.hidden_states.earlier_states import StateQueue
 from drafter.interface import DraftRequest
 from outrider.base.decayed_mean import DecayedMean
-from outrider.protocol.checks import check_number, check_tokens
+from outrider.protocol.checks import MAX_IDS, check_number, check_tokens
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.hidden_states.earlier_states import MAX_EARLIER_POSITIONS
 from outrider.protocol.hidden_states.messages import HiddenStates
@@ -39,8 +39,7 @@ class DraftOpening(SessionOpening):
     direct_source: int = 0  # unless 0: of guesses that go to the verifier in this process
 
     def check(self) -> None:
-        if self.vocab_size < 1:
-            raise InvalidRequest.of("open.vocab_size", self.vocab_size, "at least 1")
+        check_number("open.vocab_size", self.vocab_size, 1, MAX_IDS)
         self.check_for(self.vocab_size, self.steering, self.cache_salt)
         check_tokens("open.eos_token_ids", self.eos_token_ids, self.vocab_size)
         check_number("open.earlier_states", self.earlier_states, 0, MAX_EARLIER_POSITIONS)

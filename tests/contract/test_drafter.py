@@ -258,6 +258,7 @@ async def test_full_drafter_refuses(models: Models) -> None:
         ({"prompt_length": 0}, "open.prompt_length"),
         ({"prompt_length": 99}, "open.prompt_length"),
         ({"vocab_size": 0}, "open.vocab_size"),
+        ({"vocab_size": 2**32 - 1}, "open.vocab_size"),
         ({"seed": None}, "params.seed"),
         ({"temperature": -1.0}, "params.temperature"),
         ({"gamma": 65}, "steer.gamma"),
