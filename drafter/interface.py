@@ -69,6 +69,11 @@ class DraftRequest:
         """Return the tokens of a guess that were not open."""
         return guess.tokens[len(self.open_guess.tokens) :]
 
+    def new_levels(self, guess: Guess) -> int:
+        """Return how many levels of guesses were not open."""
+        depths = guess.shape.depths[len(self.open_guess.tokens) :]
+        return max(depths) - min(depths) + 1 if depths else 0
+
     def allowed(self, guess: Guess) -> Guess:
         """Return a guess without the new tokens that the session's grammar forbids.
 

@@ -53,14 +53,9 @@ class DraftingLoop:
         if self._draining:
             raise Unavailable("this drafter is shutting down")
         opening.check()
-        if len(self._sessions) >= self._max_sessions:
-            raise Overloaded(
-                f"{len(self._sessions)} sessions are open already",
-                field="sessions",
-                value=len(self._sessions),
-                limit=self._max_sessions,
-                retry_after_ms=_RETRY_AFTER_MS,
-            )
+        if (held := len(self._sessions)) >= self._max_sessions:
+            message, limit = f"{held} sessions are open already", self._max_sessions
+            raise Overloaded(message, field="sessions", value=held, limit=limit, retry_after_ms=_RETRY_AFTER_MS)
         calibration = self._calibrations.setdefault(opening.params.greedy, Calibration())
         session = DraftSession(opening, calibration, grammar_cursor)
         if opening.direct_source:

@@ -107,13 +107,12 @@ class DraftSession:
     def add_guess(self, guess: Guess, spent_us: int) -> None:
         """Add the drafting method's answer to the last request."""
         assert self._request is not None
-        new_depths = guess.shape.depths[len(self._request.open_guess.tokens) :]
         self.open_guesses.extend(guess, self.committed[guess.position :])
         if guess.position == len(self.committed):
             self._exhausted = guess.done
         self._draft_us += spent_us
-        if new_depths:
-            self._step_us.add(spent_us / (max(new_depths) - min(new_depths) + 1))
+        if levels := self._request.new_levels(guess):
+            self._step_us.add(spent_us / levels)
         self._offer()
 
     def _offer(self) -> None:

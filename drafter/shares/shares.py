@@ -64,7 +64,7 @@ class DraftingShares:
 
     def measure(self, requests: Mapping[DraftSession, DraftRequest], guesses: Sequence[Guess], spent_s: float) -> None:
         """Add a step's time. A step in which a prompt was read does not count."""
-        levels = max(map(_new_levels, requests.values(), guesses))
+        levels = max(map(DraftRequest.new_levels, requests.values(), guesses))
         if levels and all(self._record(session).drafted for session in requests):
             self._cost.add(len(requests), spent_s * 1000 / levels)
         for session, guess in zip(requests, guesses, strict=True):
@@ -90,9 +90,3 @@ class DraftingShares:
     def _worth(self, session: DraftSession) -> float:
         levels = session.open_guesses.guess.shape.depth, session.depth
         return self._record(session).standing(*levels, awaited=not session.eager).worth
-
-
-def _new_levels(request: DraftRequest, guess: Guess) -> int:
-    """Return how many levels of guesses a step has added."""
-    depths = guess.shape.depths[len(request.open_guess.tokens) :]
-    return max(depths) - min(depths) + 1 if depths else 0

@@ -47,9 +47,9 @@ def check_draft_request(request: draft.DraftRequest) -> None:
     """Raise InvalidRequest for an oversized later message of a drafter stream."""
     committed = request.committed
     check_count("committed.tokens", len(committed.tokens), MAX_GAMMA + 1, "tokens")
-    if committed.HasField("hidden_states"):
-        check_rows("committed.hidden_states", committed.hidden_states)
+    given, name, states = committed.HasField("hidden_states"), "committed.hidden_states", committed.hidden_states
     if request.HasField("earlier_states"):
-        check_rows("earlier_states", request.earlier_states)
-    rows = committed.hidden_states.rows or request.earlier_states.rows
-    check_count("message", request.ByteSize(), MAX_SMALL_BYTES + len(rows), "bytes")
+        given, name, states = True, "earlier_states", request.earlier_states
+    if given and not check_rows(name, states):  # without a row they would wait at the drafter, uncounted
+        raise InvalidRequest.of(f"{name}.rows", "empty", "at least one row")
+    check_count("message", request.ByteSize(), MAX_SMALL_BYTES + len(states.rows), "bytes")

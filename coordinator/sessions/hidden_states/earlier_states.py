@@ -121,19 +121,18 @@ class EarlierRequests:
         if not self._asked:
             raise ProtocolViolation("earlier_states is given, must be absent: none were asked for")
         try:
-            check_rows("earlier_states", states)
+            count = check_rows("earlier_states", states)
         except InvalidRequest as error:
             raise ProtocolViolation(error.message) from error
         asked = self._asked.popleft()
-        return EarlierReply(asked, states, _checked_count(asked, states))
+        _check_piece(asked, states, count)
+        return EarlierReply(asked, states, count)
 
 
-def _checked_count(asked: EarlierStates, states: common.HiddenStates) -> int:
-    """Return the number of positions of a reply. Raise ProtocolViolation if they are not among those asked for."""
-    count = len(states.rows) // (1 + states.width if states.float8 else 2 * states.width)
+def _check_piece(asked: EarlierStates, states: common.HiddenStates, count: int) -> None:
+    """Raise ProtocolViolation if the positions of a reply are not among those asked for, or if it is too large."""
     if states.number != asked.number or not asked.position <= states.position <= asked.end - count:
         place = f"{count} of {states.number} from {states.position}"
         raise ProtocolViolation(f"earlier_states is {place}, must be of {asked}")
     if states.ByteSize() > MAX_PIECE_BYTES:
         raise ProtocolViolation(f"earlier_states is {states.ByteSize()} bytes, must be at most {MAX_PIECE_BYTES}")
-    return count

@@ -71,10 +71,12 @@ def test_what_follows_an_opening_is_bounded_at_both_workers() -> None:
         message_limits.check_verify_request(verify.VerifyRequest(open=verify.OpenVerify(tokens=[1] * MILLION)))
     with pytest.raises(InvalidRequest, match=r"committed\.tokens"):
         message_limits.check_draft_request(draft.DraftRequest(committed=draft.Committed(tokens=[1] * MILLION)))
-    for width, rows in ((0, 8), (3, 8), (1, 2 * MILLION), (2**31, 0)):
+    for width, rows in ((0, 8), (3, 8), (1, 2 * MILLION), (2**31, 0), (4, 0)):
         features = common.HiddenStates(width=width, rows=b"x" * rows)
         with pytest.raises(InvalidRequest, match=r"committed\.hidden_states"):
             message_limits.check_draft_request(draft.DraftRequest(committed=draft.Committed(hidden_states=features)))
+        with pytest.raises(InvalidRequest, match="earlier_states"):
+            message_limits.check_draft_request(draft.DraftRequest(earlier_states=features))
     message_limits.check_draft_request(
         draft.DraftRequest(
             committed=draft.Committed(tokens=[1] * 65, hidden_states=common.HiddenStates(width=4, rows=b"x" * 8))
