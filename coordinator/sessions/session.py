@@ -147,7 +147,7 @@ class Session:
             log.debug("session stopped")  # the task would keep the error, and with it the session
         except OutriderError as error:
             self.error = error.with_traceback(None)
-        except Exception as error:
+        except BaseException as error:  # a panic in a tokenizer is no Exception
             log.exception("session failed")
             self.error = OutriderError(f"internal error: {type(error).__name__}")
         finally:

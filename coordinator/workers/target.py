@@ -139,7 +139,9 @@ async def fetch_target(info: ModelInfo, identity: str, verifier: rpc.VerifierAsy
             seen.add(chunk.name)
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, folder)
-        except Exception as error:  # untrusted files; the library may raise anything
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # untrusted files: anything, and panics are no Exception
             raise InvalidRequest(f"the verifier's tokenizer cannot be read: {shorten(str(error))}") from error
     definition = partial(tokenizer_json, tokenizer)
     return Target(

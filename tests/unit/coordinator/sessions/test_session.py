@@ -16,6 +16,7 @@ from coordinator.admission.waiting.seats import Seat, Seats
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.sessions import session as session_module
 from coordinator.sessions import session_manager
+from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.session import _EXTRA_TOKENS, MAX_FRUITLESS, Session
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.choosers import NoVerifier
@@ -218,6 +219,21 @@ async def test_full_verifiers_are_not_asked_without_an_end(stage: Stage, monkeyp
 async def test_a_session_goes_on_where_its_prefix_is_cached(stage: Stage, name: str) -> None:
     await stage.play(SessionRecord("s", REQUEST, model="f", verifier=name), said(0, last=True))
     assert stage.visited == [name]
+
+
+async def test_an_answer_on_which_the_tokenizer_panics_does_not_look_complete(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Panic(BaseException):
+        """As the errors of libraries in Rust."""
+
+    def decode(*_: object) -> str:
+        raise Panic
+
+    monkeypatch.setattr(TextStream, "add", decode)
+    session = await stage.play(SessionRecord("s", REQUEST, model="f"), said(0))
+    assert session.error is not None
+    assert (session.error.code, session.ended) == ("internal", True)
 
 
 async def test_guesses_after_a_stop_string_are_not_counted(stage: Stage) -> None:

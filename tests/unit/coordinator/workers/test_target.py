@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -75,6 +76,19 @@ def test_a_chat_without_a_free_mark_for_its_control_token_is_refused() -> None:
 
 def test_of_an_id_that_is_none() -> None:
     assert target_of(byte_tokenizer()).token_bytes(100_000) == b""
+
+
+async def test_a_tokenizer_on_which_the_library_panics_is_refused() -> None:
+    """A panic in Rust is no Exception; the loop that reads other coordinators' workers would end, and the process."""
+    damaged = json.loads(sentencepiece().backend_tokenizer.to_str())
+    damaged["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": ""}
+
+    class Verifier:
+        async def GetTokenizer(self, *_: object, **__: object) -> AsyncIterator[pb.FileChunk]:
+            yield pb.FileChunk(name="tokenizer.json", data=json.dumps(damaged).encode())
+
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        await fetch_target(ModelInfo("m", "f"), "f", cast(Any, Verifier()))
 
 
 async def test_a_tokenizer_without_end_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
