@@ -293,7 +293,10 @@ class Drafting:
         steering = self.control.decide(self._best)
         plan = self.control.plan
         if steering is not None:
-            _log_plan(self.control)
+            if log.is_enabled_for(logging.DEBUG):  # the alternatives take a millisecond to compute
+                considered = {each.plan.label: round(each.tokens_per_s, 1) for each in self.control.best_per_mode()}
+                wait_ms = round(self.control.wait_timeout_ms, 1)
+                log.debug("plan changed", plan=plan.label, wait_ms=wait_ms, considered=considered)
             verifier.steer(steering)
         for source, gamma in self._selection.gammas(plan.gamma).items():
             self._attached[source].steer(plan if gamma else PLAIN, len(self._attached))
@@ -333,10 +336,3 @@ def _best_drafter(
     draft_ms = pair.draft_ms.value or (DIRECT_TOKEN * cost.at(1) if cost.rows else 0.0)
     level_ms = pair.level_ms.value or DIRECT_LEVEL * draft_ms
     return BestDrafter(DIRECT_WAIT_MS + DIRECT_START * draft_ms, draft_ms, level_ms, shares_cores)
-
-
-def _log_plan(control: Controller) -> None:
-    if log.is_enabled_for(logging.DEBUG):  # the alternatives take a millisecond to compute
-        considered = {choice.plan.label: round(choice.tokens_per_s, 1) for choice in control.best_per_mode()}
-        wait_ms = round(control.wait_timeout_ms, 1)
-        log.debug("plan changed", plan=control.plan.label, wait_ms=wait_ms, considered=considered)
