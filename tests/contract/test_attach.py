@@ -268,3 +268,24 @@ async def test_a_guess_with_fewer_distributions_than_tokens_is_refused_inside_vl
     request.read()
     (refusal,) = request.refusals
     assert (refusal.refused.field, refusal.source) == ("guess.draft_probs", 3)
+
+
+async def test_a_coordinator_that_sends_what_is_no_message_is_left_for_the_next() -> None:
+    async def attach_badly(requests: Any, context: Any) -> AsyncIterator[bytes]:
+        yield b"\xff\xff\xff"
+        async for _ in requests:
+            pass
+
+    server = grpc.aio.server()
+    methods = {"Attach": grpc.stream_stream_rpc_method_handler(attach_badly)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("outrider.v1.Attachment", methods),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    client = AttachmentClient(AttachOptions(coordinators=address), MODEL, 6, threading.Event())
+    try:
+        client.open(AttachedRequest("a", list(PROMPT), len(PROMPT), SamplingParams(0.0, seed=1), 1000), PROMPT, "")
+        assert await soon(lambda: client._turn > 0, SOON_S)
+        assert client._tasks, "the request is attached when there is a coordinator"
+    finally:
+        client._loop.call_soon_threadsafe(client._loop.stop)
+        await server.stop(None)

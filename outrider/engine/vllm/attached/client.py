@@ -165,13 +165,13 @@ class AttachmentClient:
         writing = self._loop.create_task(_write(call, stream.outbox, opening))
         try:
             async for message in call:
+                if message is None or stream.outbox.qsize() > _MAX_UNSENT:
+                    raise asyncio.InvalidStateError("the coordinator does not read, or sends what is no message")
                 self._retry_s, self._told = _RETRY_S, ""
                 if message.HasField("steer"):
                     stream.flush()
                     stream.plain_steps = message.steer.plain_steps or 1
                 request.receive(message, self._arrived)
-                if stream.outbox.qsize() > _MAX_UNSENT:
-                    raise asyncio.InvalidStateError("the coordinator does not read its messages")
         finally:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
