@@ -8,6 +8,7 @@ from dataclasses import replace
 from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.persistence.store import Store
+from coordinator.persistence.stored_records import Unreadable
 from outrider.protocol.errors import NotFound
 from outrider.security.tenants import tenant
 
@@ -39,12 +40,11 @@ class EndedSessions:
         recent, answered = self._remembered(session_id), True
         try:
             record = await self._store.claim(session_id, tenant().id)
-        except StoreDown:
+        except (StoreDown, Unreadable):
             if recent is None:
                 raise
             record, answered = replace(recent, epoch=recent.epoch + (not recent.guessed), guessed=True), False
-        record = record or recent
-        if record is None:
+        if (record := record or recent) is None:
             raise _unknown(session_id)
         stored_as_finished = record.finished and answered
         # A claim counts an unfinished session's epoch on by one; beyond that another coordinator may have owned it.

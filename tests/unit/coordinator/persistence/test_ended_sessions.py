@@ -11,6 +11,7 @@ from coordinator.persistence.ended_sessions import EndedSessions
 from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.persistence.store import Store
+from coordinator.persistence.stored_records import Unreadable
 from outrider.protocol.errors import NotFound
 from outrider.protocol.sampling_params import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, Grammar, SamplingParams
 from outrider.protocol.speculation import FinishReason, TokenKind
@@ -21,13 +22,13 @@ NONE, CANCELLED = FinishReason.NONE, FinishReason.CANCELLED
 class Claims:
     """A store that answers one claim after the other: with a record, with none, or not at all."""
 
-    def __init__(self, *answers: SessionRecord | StoreDown | None) -> None:
+    def __init__(self, *answers: SessionRecord | StoreDown | Unreadable | None) -> None:
         self._answers = list(answers)
 
     async def claim(self, session_id: str, tenant: str) -> SessionRecord | None:
         assert (session_id, tenant) == ("s", "")
         answer = self._answers.pop(0)
-        if isinstance(answer, StoreDown):
+        if isinstance(answer, StoreDown | Unreadable):
             raise answer
         return answer
 
@@ -38,7 +39,7 @@ def record_of(num_tokens: int, epoch: int, finish: FinishReason = NONE) -> Sessi
     return SessionRecord("s", request, epoch=epoch, tokens=tokens, kinds=kinds, finish_reason=finish)
 
 
-def ended(kept: SessionRecord | None, *answers: SessionRecord | StoreDown | None) -> EndedSessions:
+def ended(kept: SessionRecord | None, *answers: SessionRecord | StoreDown | Unreadable | None) -> EndedSessions:
     sessions = EndedSessions(cast(Store, cast(Any, Claims(*answers))))
     if kept is not None:
         sessions.keep(kept)
@@ -77,6 +78,13 @@ async def test_an_end_that_the_store_lacks_is_kept() -> None:
 
 async def test_without_a_stored_record_the_kept_one_continues() -> None:
     assert await load(ended(record_of(85, epoch=1), None)) == (85, 1, NONE, False)
+
+
+async def test_where_the_stored_record_is_damaged_the_kept_one_continues_and_replaces_it() -> None:
+    """The claim may have counted before the record was read."""
+    assert await load(ended(record_of(85, 1, CANCELLED), Unreadable("it"))) == (85, 2, CANCELLED, False)
+    with pytest.raises(Unreadable):
+        await load(ended(None, Unreadable("it")))
 
 
 async def test_a_claim_without_an_answer_may_have_counted() -> None:
