@@ -97,9 +97,6 @@ class GuessTree:
         self.rates = SiblingRates()
         self.passed_at = -1  # a drafter has reported that it has no guess for this position
 
-    def __len__(self) -> int:
-        return self._size
-
     def add(self, guess: Guess) -> int:
         """Add the tokens that match, and return how many were new. Raises InvalidRequest for a protocol violation."""
         parent, after = self._locate(guess)
