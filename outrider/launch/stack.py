@@ -21,7 +21,7 @@ from outrider.launch.authority import make_certificate
 from outrider.launch.services import KINDS, Overrides, ServiceSpec, check_services, has_gpu, make_services
 from outrider.launch.state import StateFolder, state_folder
 from outrider.launch.targets import TargetPlan, worker_settings
-from outrider.protocol.errors import PeerLost, StartupError, Unavailable
+from outrider.protocol.errors import Expired, PeerLost, StartupError, Unavailable
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.runtime.embedded_redis import embedded_redis
 from outrider.security.api_keys import ApiKeys
@@ -31,6 +31,8 @@ from outrider.security.tls import Tls, certified_names
 _READY = "progress: ready at "
 _HTTP = "progress: http at "
 _PROGRESS = "progress: "
+_REFUSED = "not registered: "
+_FIT_S = 30.0  # that a refused worker has when all others are there: a coordinator may still forget earlier ones
 _STOP_S = 5.0  # after the drain
 _RESTART_S = 1.0
 _LAST_LINES = 12
@@ -142,13 +144,19 @@ class Stack:
         """Wait until so many of our workers, not of a stack that died, are registered; return them."""
         words = [word for child in self.children for word in (child.address, *child.command)]  # of --advertise too
         ours = {word.rpartition(":")[2].strip() for word in words}  # ports: a worker at 0.0.0.0 registers by its name
+        fit_by = time.monotonic() + _FIT_S
         with Client([address], api_key=self.access.key, tls=self.access.tls) as client:
             while True:
                 self._raise_for_dead()
-                with contextlib.suppress(PeerLost, Unavailable):  # it is starting
+                with contextlib.suppress(PeerLost, Unavailable, Expired):  # it is starting, or this machine is busy
                     workers = [each for each in client.server().workers if each.address.rpartition(":")[2] in ours]
                     if len(workers) >= wanted:
                         return workers
+                    refused = [child for child in self.children if child.state.startswith(_REFUSED)]
+                    if len(workers) + len(refused) < wanted:
+                        fit_by = time.monotonic() + _FIT_S
+                    elif time.monotonic() > fit_by:
+                        raise StartupError(f"{refused[0].name} is {refused[0].state}")
                 tick(self)
                 time.sleep(0.1)
 

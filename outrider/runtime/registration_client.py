@@ -81,6 +81,8 @@ class RegistrationClient:
                             await call.write(part)
                     elif heartbeat is None:
                         log.info("registered", coordinator=address)
+                        if self._last_error:
+                            report_progress("registered")  # in place of the error
                         self._last_error = ""
                         heartbeat = asyncio.create_task(
                             self._heartbeat(call, max(_MIN_HEARTBEAT_MS, reply.heartbeat_ms) / 1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import signal
 import sys
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ from outrider.launch.stack import (
     workers,
 )
 from outrider.launch.targets import TargetPlan
-from outrider.protocol.errors import StartupError
+from outrider.protocol.errors import Expired, StartupError
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from tests.certificates import Authority, Certificate
 from tests.cluster import until
@@ -150,11 +151,13 @@ def test_waits_for_its_own_workers_not_for_those_of_a_stack_that_died(
 ) -> None:
     """A coordinator remembers these until they have been silent for long."""
     mine, behind_a_link, dead = (SimpleNamespace(address=f"this-machine:{port}") for port in (1001, 1002, 1003))
-    known = iter([[dead, dead], [dead, dead, mine], [dead, mine, behind_a_link]])
+    known = iter([[dead, dead], [], [dead, dead, mine], [dead, mine, behind_a_link]])
 
     class Coordinator(ExitStack):
         def server(self) -> SimpleNamespace:
-            return SimpleNamespace(workers=next(known))
+            if workers := next(known):
+                return SimpleNamespace(workers=workers)
+            raise Expired("the machine was busy for ten seconds")
 
     monkeypatch.setattr("outrider.launch.stack.Client", lambda *_, **__: Coordinator())
     started = Stack(replace(PLAN, port=0), "", tmp_path)
@@ -163,6 +166,30 @@ def test_waits_for_its_own_workers_not_for_those_of_a_stack_that_died(
         Child("drafter-1", ["--advertise", "link:1002 "], tmp_path / "b.log", {}, address="127.0.0.1:1004"),
     ]
     assert list(started.wait_workers("127.0.0.1:5", 2, lambda _: None)) == [mine, behind_a_link]
+
+
+@pytest.mark.parametrize("starting", [True, False], ids=["while its target loads", "with all others there"])
+def test_a_worker_that_fits_nothing_is_told(starting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be awaited for ever; a drafter of a target that loads is refused only until that is there."""
+    here = SimpleNamespace(address="here:1001")
+    asked = itertools.count()
+
+    class Coordinator(ExitStack):
+        def server(self) -> SimpleNamespace:
+            return SimpleNamespace(workers=[here] * (3 if starting and next(asked) > 3 else 1))
+
+    monkeypatch.setattr("outrider.launch.stack.Client", lambda *_, **__: Coordinator())
+    monkeypatch.setattr("outrider.launch.stack._FIT_S", 0.15)
+    started = Stack(replace(PLAN, port=0), "", tmp_path)
+    started.children = [
+        Child("verifier-1", [], tmp_path / "a.log", {}, address="here:1001"),
+        Child("drafter-1", [], tmp_path / "b.log", {}, address="here:1002", state="not registered: another vocabulary"),
+    ]
+    if starting:
+        assert len(started.wait_workers("127.0.0.1:5", 3, lambda _: None)) == 3
+    else:
+        with pytest.raises(StartupError, match="drafter-1 is not registered: another vocabulary"):
+            started.wait_workers("127.0.0.1:5", 2, lambda _: None)
 
 
 def verifier(name: str, text: str) -> WorkerInfo:

@@ -112,6 +112,41 @@ async def test_a_coordinator_that_names_no_interval_gets_no_flood_of_reports() -
         assert answering.reports <= before + 5
 
 
+class _Refusing(rpc.RegistryServicer):
+    """Refuses a worker once, as a drafter whose target is not there yet, and then takes it."""
+
+    refused = False
+
+    async def Register(self, requests: Any, context: Any) -> AsyncIterator[pb.RegisterReply]:
+        await anext(requests)
+        if not self.refused:
+            self.refused = True
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another vocabulary")
+        yield pb.RegisterReply(accepted=True, heartbeat_ms=1000)
+        await asyncio.Event().wait()
+
+
+async def test_a_refusal_is_taken_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(registration_client, "RETRY_S", 0.01)
+    server = grpc.aio.server()
+    rpc.add_RegistryServicer_to_server(_Refusing(), server)  # type: ignore[no-untyped-call]
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    worker, said = WorkerInfo("w", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f")), ""
+    running = asyncio.create_task(RegistrationClient([address], lambda: worker, None).run())
+    try:
+        async with asyncio.timeout(_CLOSES_S):
+            while not said.endswith("progress: registered\n"):
+                said += capsys.readouterr().out
+                await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(None)
+    shown = [line for line in said.splitlines() if line.startswith("progress: ")]
+    assert shown == ["progress: not registered: failed_precondition: another vocabulary", "progress: registered"]
+
+
 async def _asked(ending: _Ending, times: int) -> None:
     async with asyncio.timeout(_CLOSES_S):
         while ending.asked < times:
