@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from outrider.protocol.errors import ModelMismatch
+from outrider.protocol.checks import MAX_IDS
+from outrider.protocol.errors import InvalidRequest, ModelMismatch
 
 
 class _Tokenizer(Protocol):
@@ -23,11 +24,10 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: _Tokenizer) -> Vocabulary:
-        return cls.of_map(tokenizer.get_vocab())
-
-    @classmethod
-    def of_map(cls, vocab: Mapping[str, int]) -> Vocabulary:
-        tokens = [""] * (max(vocab.values(), default=-1) + 1)
+        vocab = tokenizer.get_vocab()
+        if (size := max(vocab.values(), default=-1) + 1) > MAX_IDS:
+            raise InvalidRequest.of("vocabulary", f"one with the id {size - 1}", f"one of ids below {MAX_IDS}")
+        tokens = [""] * size
         for token, token_id in vocab.items():
             tokens[token_id] = token
         return cls(tuple(tokens))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.protocol.errors import ModelMismatch
+from outrider.protocol.errors import InvalidRequest, ModelMismatch
 from outrider.protocol.vocabulary import Vocabulary, check_same_vocabulary
 from outrider.testing.toy_models import byte_tokenizer
 
@@ -79,8 +80,14 @@ def test_a_long_token_is_not_echoed_whole() -> None:
 
 
 def test_a_map_becomes_tokens_by_id() -> None:
-    assert Vocabulary.of_map({"c": 2, "a": 0, "d": 4, "b": 1}) == TARGET
-    assert Vocabulary.of_map({}).tokens == ()
+    assert Vocabulary.of(SimpleNamespace(get_vocab=lambda: {"c": 2, "a": 0, "d": 4, "b": 1})) == TARGET
+    assert Vocabulary.of(SimpleNamespace(get_vocab=dict)).tokens == ()
+
+
+def test_a_token_with_a_far_id_takes_no_gigabytes() -> None:
+    """A file of a few bytes names any id, and a coordinator reads those of its verifiers."""
+    with pytest.raises(InvalidRequest, match="one with the id 300000000"):
+        Vocabulary.of(SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 300_000_000}))
 
 
 def test_a_tokenizers_added_tokens_count() -> None:
