@@ -37,8 +37,6 @@ from outrider.protocol.vocabulary import Vocabulary
 # Stages are reported through `progress`; progress bars would fill the logs.
 disable_progress_bar()
 
-_WARM_UP_TOKENS = 8
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -89,8 +87,8 @@ def load_model(
         vocabulary = Vocabulary.of(tokenizer)
     if change is not None:
         change(model)
-    model = model.to(device).eval()
     with startup_errors(name, type(model).__name__):
+        model = model.to(device).eval()
         called = Path(name).stem if name.endswith(".gguf") else Path(path).name
         info = describe(called, model, tokenizer, vocabulary, options.quantization)
     if options.head_ids is not None:
@@ -152,7 +150,7 @@ def reduce_head(model: PreTrainedModel, ids: tuple[int, ...], fingerprint: str) 
 def warm_up(engine: Engine) -> None:
     """Run a step, a tree of guesses and a rollback: a worker serves only if these work."""
     session = "warm-up"
-    length = min(_WARM_UP_TOKENS, engine.info.context_length - 2)
+    length = min(8, engine.info.context_length - 2)
     engine.extend([SessionTokens(session, [0] * length)])
     logits = engine.extend([SessionTokens(session, [0, 0], (-1, -1))]).logits[0]
     engine.compact(session, length, [1])

@@ -26,10 +26,9 @@ from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.engine.transformers.rope import fix_rotations
 from outrider.models.gguf import detach_rows
+from outrider.models.hub import Progress
 from outrider.protocol.errors import OutriderError, StartupError, shorten
 from outrider.protocol.fleet import ModelInfo
-
-Progress = Callable[[str], None]
 
 _RULE_TOKENS = 2
 _GPU_CACHE_SHARE = 0.9  # of the memory that is free once the weights are loaded, without the reserve
@@ -231,6 +230,8 @@ def startup_errors(name: str, architecture: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         problem = f"{name} cannot be served, {architecture} is not a model that Outrider can run"
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+            problem = f"there is not enough memory for {name} and its KV cache, --kv-tokens"
         problem = f"{problem if architecture else f'cannot load model {name!r}'}: {error_text(error)}"
         raise StartupError(problem, field="target", value=name, limit="see docs/targets.md") from error
 

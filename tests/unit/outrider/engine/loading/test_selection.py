@@ -15,6 +15,7 @@ from outrider.engine.cuda.step_inputs import StepInputs
 from outrider.engine.loading import selection
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
+from outrider.engine.loading.selection import startup_errors
 from outrider.engine.model_spec import UnsupportedModel
 from outrider.engine.native import NativeEngine
 from outrider.engine.transformers.engine import TransformersEngine
@@ -175,6 +176,12 @@ def test_the_cache_takes_most_of_a_gpus_free_memory(
             assert isinstance(loaded, kind)
             found.append(loaded.capacity_tokens * per_token / device.free_bytes)
     assert found == pytest.approx([0.9 * 0.5, 0.9 * 0.75], rel=0.02)
+
+
+def test_a_cache_for_which_there_is_no_memory_is_no_fault_of_the_model() -> None:
+    message = "not enough memory for big and its KV cache, --kv-tokens: .*allocate"
+    with pytest.raises(StartupError, match=message), startup_errors("big", "LlamaForCausalLM"):
+        torch.empty(1 << 50, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("error", [UnsupportedModel("its kernels need Triton"), RuntimeError("Python.h: no such file")])
