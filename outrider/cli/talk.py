@@ -61,7 +61,7 @@ def generate(
     """
     params = options.sampling(context.params)
     text = sys.stdin.read() if prompt == "-" else prompt
-    if system and not chat:
+    if system and not chat and getattr(context.get_parameter_source("system"), "name", "") == "COMMANDLINE":
         raise InvalidRequest("--system needs --chat", field="--system", value=system)
     messages = [*([("system", system)] if system else []), ("user", text)]
     request: dict[str, Any] = {"chat": messages} if chat else {"prompt": text}

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from outrider.cli import options, talk
 from outrider.cli.app import app
-from outrider.protocol.errors import Unavailable
+from outrider.protocol.errors import InvalidRequest, Unavailable
 
 
 class Coordinator:
@@ -140,6 +140,18 @@ def test_generate_takes_no_drafter_model_or_stop_from_the_environment(monkeypatc
     assert result.exit_code == 0, result.output
     assert (sent[0]["drafter"], sent[0]["model"]) == ("", "")
     assert sent[0]["params"].stop == ()
+
+
+def test_a_system_message_from_the_environment_is_for_chats(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(talk.options, "connect", lambda _: Coordinator())
+    monkeypatch.setattr(talk, "_stream", lambda client, request, **_: sent.append(request))
+    monkeypatch.setenv("OUTRIDER_SYSTEM", "Be brief.")
+    for flags in ([], ["--chat"]):
+        assert CliRunner().invoke(app, ["generate", "x", *flags]).exit_code == 0
+    assert [each.get("prompt") or each["chat"] for each in sent] == ["x", [("system", "Be brief."), ("user", "x")]]
+    refused = CliRunner().invoke(app, ["generate", "x", "--system", "Be brief."]).exception
+    assert isinstance(refused, InvalidRequest)
 
 
 def test_endpoints_may_be_divided_by_commas_and_blanks(monkeypatch: pytest.MonkeyPatch) -> None:
