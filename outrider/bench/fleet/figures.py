@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from operator import itemgetter
@@ -23,6 +23,7 @@ def load_row(size: FleetSize, record: LoadRecord) -> Row:
     elapsed = record.ended - record.began
     arrivals = [_within(record, answer) for answer in record.answers]
     gaps = [1000 * (after - before) for each in arrivals for (before, _), (after, _) in pairwise(each)]
+    rates = [sum(count for _, count in each[1:]) / (each[-1][0] - each[0][0]) for each in arrivals if len(each) > 1]
     firsts = [
         1000 * (answer.arrivals[0][0] - answer.asked_at)
         for answer in record.answers
@@ -37,7 +38,7 @@ def load_row(size: FleetSize, record: LoadRecord) -> Row:
         "sessions": record.sessions,
         "seconds": elapsed,
         "tokens_per_s": sum(count for each in arrivals for _, count in each) / elapsed,
-        "session_tokens_per_s": median(_rates(arrivals)),
+        "session_tokens_per_s": median(rates),
         "between_tokens_p50_ms": median(gaps),
         "between_tokens_p99_ms": _p99(gaps),
         "first_token_p50_ms": median(firsts),
@@ -100,11 +101,6 @@ def limit_of(row: Row) -> str:
 
 def _within(record: LoadRecord, answer: LoadedAnswer) -> list[tuple[float, int]]:
     return [(at, count) for at, count in answer.arrivals if record.began <= at <= record.ended]
-
-
-def _rates(arrivals: Iterable[Sequence[tuple[float, int]]]) -> list[float]:
-    """Return each answer's tokens per second after its first tokens."""
-    return [sum(count for _, count in each[1:]) / (each[-1][0] - each[0][0]) for each in arrivals if len(each) > 1]
 
 
 def _p99(values: Sequence[float]) -> float | None:

@@ -17,8 +17,11 @@ from outrider.bench.common.report import Row, check_files, import_on_use, write_
 from outrider.bench.network.cases import few_links, link_cases, modes, parse_drafters, parse_links
 from outrider.bench.network.figures import NetworkResults, report_rows, summarise
 from outrider.bench.network.measurement import PROMPT, NetworkMeasurement, drift_blur
-from outrider.bench.network.prediction import parse_step_times, predict, prediction_cases
+from outrider.bench.network.prediction import parse_step_times, prediction_cases, simulate
 from outrider.bench.network.table import show
+from outrider.protocol.errors import InvalidRequest
+
+_LEAST_TOKENS = 16  # an answer has times between its tokens, whatever arrives together
 
 
 def network(
@@ -53,6 +56,8 @@ def network(
     be studied on any machine. A link emulator connects coordinator and drafter.
     """
     check_files(json_file, plot_file)
+    if 0 < tokens < _LEAST_TOKENS:
+        raise InvalidRequest.of("--tokens", tokens, f"0, or at least {_LEAST_TOKENS}")
     parse_step_times(verify)
     links = parse_links(rtts) if rtts else link_cases(quick=quick)
     to_measure = parse_drafters(drafters or ("0.8:4" if quick else "0.8:4,0.5:4,0.8:16"))
@@ -79,7 +84,9 @@ def network(
         with remote_setup(first, replace(first_times, blur=drift_blur(tokens))) as setup:
             drift = NetworkMeasurement(setup, used_modes, tokens, rounds, results).measure_drift(notify)
         notify("predicting throughput in virtual time")
-        predicted = predict(prediction_cases(results))
+        cases = prediction_cases(results)
+        replies = zip(cases, simulate(list(cases.values())), strict=True)
+        predicted = {case: float(reply["tokens_per_s"]) for case, reply in replies}
     summary = summarise(results.measured, predicted, drift, texts_equal=results.texts_equal)
     show(console, results.measured, predicted, summary, worlds, verify)
     if json_file is not None:

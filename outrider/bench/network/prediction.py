@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from outrider.bench.common.remote_pair import ThrottledTimes
@@ -32,12 +32,6 @@ def prediction_cases(results: NetworkResults) -> dict[tuple[LinkCase, NetworkMod
         if not link.kib_per_s
         for mode in by_mode
     }
-
-
-def predict(cases: Mapping[tuple[LinkCase, NetworkMode], dict[str, Any]]) -> dict[tuple[LinkCase, NetworkMode], float]:
-    """Return the predicted tokens per second of every case."""
-    replies = simulate(list(cases.values()))
-    return {key: reply["tokens_per_s"] for key, reply in zip(cases, replies, strict=True)}
 
 
 def simulate(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,7 +21,12 @@ def show(
     worlds: Mapping[str, Row],
     verify: str,
 ) -> None:
-    _show_drafters(console, worlds, verify)
+    console.print(
+        f"throttled engines: verify {verify} (tokens:ms); per drafter: acceptance of first guesses, share of the "
+        "failed ones whose token is among two runners-up, milliseconds of a step"
+    )
+    for label, world in worlds.items():
+        console.print(f"  {label}: {world['acceptance']:.2f}, {world['gain']:.2f}, {world['draft_ms']:g}")
     table = Table("link", *(mode.name for mode in next(iter(measured.values()))), title="times plain (predicted)")
     for link, by_mode in measured.items():
         plain = next(runs.tokens_per_s for mode, runs in by_mode.items() if mode.name == PLAIN)
@@ -34,12 +39,3 @@ def show(
     console.print(table)
     for name, value in summary.items():
         console.print(f"{name}: {value:.3f}" if isinstance(value, float) else f"{name}: {value}")
-
-
-def _show_drafters(console: Console, worlds: Mapping[str, Row], verify: str) -> None:
-    console.print(
-        f"throttled engines: verify {verify} (tokens:ms); per drafter: acceptance of first guesses, share of the "
-        "failed ones whose token is among two runners-up, milliseconds of a step"
-    )
-    for label, world in worlds.items():
-        console.print(f"  {label}: {world['acceptance']:.2f}, {world['gain']:.2f}, {world['draft_ms']:g}")

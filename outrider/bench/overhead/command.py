@@ -12,7 +12,7 @@ from rich.table import Table
 from outrider.base.config import option
 from outrider.bench.common.report import Row, Times, check_files, write_json
 from outrider.bench.common.timed_output import TimedOutput, timed
-from outrider.bench.overhead.concurrent_rounds import ENDLESS, measure_rounds, show_rounds
+from outrider.bench.overhead.concurrent_rounds import MOST_TOKENS, measure_rounds, show_rounds
 from outrider.client.sync import Client
 from outrider.launch.services import read_assignments
 from outrider.launch.stack import LaunchPlan, stack
@@ -42,7 +42,7 @@ def overhead(
         raise InvalidRequest.of("--sessions", sessions, f"numbers from 1 to {_MOST_SESSIONS}, separated by commas")
     counts = [int(part) for part in given]
     room = [f"{service}.max-sessions={max([64, *counts])}" for service in ("coordinator", "verifier", "drafter")]
-    room.append(f"verifier.kv-tokens={2 * ENDLESS * max([1, *counts])}")
+    room.append(f"verifier.kv-tokens={2 * MOST_TOKENS}")
     mock = LaunchPlan(drafters=(("mock", ""),), engine="mock", port=0, threads=1, overrides=read_assignments(room))
     with stack(replace(mock, together=together)) as running, Client(running.endpoints) as client:
         _rounds(client, _WARM_UP_ROUNDS, gamma)

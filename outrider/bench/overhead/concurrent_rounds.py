@@ -24,7 +24,8 @@ from outrider.protocol.speculation import TokenKind
 _START_S = 60.0
 _PATIENCE_US = 1_000_000  # so that every round has its guesses
 _SETTLE_S = 0.5
-ENDLESS = 1 << 17  # tokens; the sessions are cancelled before
+MOST_TOKENS = 1 << 27  # of all sessions, which are cancelled before
+_FEW = 256  # sessions: fewer have no more tokens each
 
 
 class _Counts:
@@ -48,13 +49,17 @@ class _Counts:
 
 def measure_rounds(running: Stack, sessions: int, seconds: float, gamma: int) -> Row:
     """Return the rounds per second of these sessions together and the CPU time per committed token by process."""
-    return asyncio.run(_measure(running, sessions, seconds, gamma))
+    try:
+        return asyncio.run(_measure(running, sessions, seconds, gamma))
+    except TimeoutError as error:
+        raise OutriderError(f"{sessions} sessions had no tokens or no guesses for {_START_S:g} s") from error
 
 
 async def _measure(running: Stack, sessions: int, seconds: float, gamma: int) -> Row:
     counts = _Counts()
     clients = [AsyncClient(running.endpoints) for _ in range(min(sessions, 8))]
-    reading = [asyncio.create_task(_read(clients[i % len(clients)], i, gamma, counts)) for i in range(sessions)]
+    params = SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS // max(_FEW, sessions), ignore_eos=True)
+    reading = [asyncio.create_task(_read(clients[i % len(clients)], i, params, gamma, counts)) for i in range(sessions)]
     try:
         async with asyncio.timeout(_START_S):
             while len(counts.arrivals) < sessions:
@@ -95,8 +100,7 @@ def _check_running(reading: Sequence[asyncio.Task[None]]) -> None:
             raise OutriderError(f"session {session} ended before its rounds were measured")
 
 
-async def _read(client: AsyncClient, session: int, gamma: int, counts: _Counts) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=ENDLESS, ignore_eos=True)
+async def _read(client: AsyncClient, session: int, params: SamplingParams, gamma: int, counts: _Counts) -> None:
     async for reply in client.generate(
         tokens=[session % 200, 2, 3], params=params, gamma=gamma, patience_us=_PATIENCE_US, ahead=False
     ):

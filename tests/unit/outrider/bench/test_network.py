@@ -213,6 +213,13 @@ def test_answers_that_do_not_fit_while_the_link_changes_are_refused_at_once() ->
         assert ended.exit_code == status, ended.output
 
 
+@pytest.mark.parametrize(("tokens", "refused"), [(1, "--tokens"), (15, "--tokens"), (16, "--rtts")])
+def test_answers_without_times_between_tokens_are_refused_at_once(tokens: int, refused: str) -> None:
+    """Their figures were the last thing to fail, after all measurements."""
+    ended = CliRunner().invoke(app, ["bench", "network", "--rtts", "none", "--tokens", str(tokens)])
+    assert str(ended.exception).startswith(f"{refused} is")
+
+
 def test_parts_of_an_answer_end_by_its_tokens_and_change_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message may end several of them; the time of the first token is not the link's."""
     sizes, clock = (1, 4, 8, 3), iter((5.0, 6.0, 8.0, 12.0))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from outrider.bench.overhead import concurrent_rounds
 from outrider.bench.overhead.command import _rounds
 from outrider.bench.overhead.concurrent_rounds import _check_running
 from outrider.client.events import Finished
 from outrider.client.sync import Client
+from outrider.launch.stack import Stack
 from outrider.protocol.errors import OutriderError
+from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason
 from outrider.protocol.statistics import GenerationStats
 
@@ -37,6 +41,27 @@ def test_no_drafter_at_all_is_an_error() -> None:
     client = Mock(Client, generate=Mock(side_effect=lambda **_: session(0)))
     with pytest.raises(OutriderError, match="had few guesses or none"):
         _rounds(client, 100, 4)
+
+
+def test_sessions_outlast_their_measurement_and_are_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Silent:
+        async def generate(self, params: SamplingParams, **_: Any) -> AsyncIterator[Finished]:
+            asked.append(params.max_tokens)
+            await asyncio.Event().wait()
+            yield session(0)[0]
+
+        async def close(self) -> None:
+            """Do nothing: there is no connection."""
+
+    monkeypatch.setattr(concurrent_rounds, "AsyncClient", lambda _: Silent())
+    monkeypatch.setattr(concurrent_rounds, "_START_S", 0.1)
+    for sessions in (1, 300):
+        with pytest.raises(OutriderError, match=f"{sessions} sessions had no tokens or no guesses for 0.1 s"):
+            concurrent_rounds.measure_rounds(Mock(Stack, endpoints=["a:1"]), sessions, 5.0, 4)
+    assert asked[0] > 15 * 25_000, "tokens per second with guesses of 16 tokens"
+    assert sum(asked[1:]) <= concurrent_rounds.MOST_TOKENS
 
 
 async def test_a_session_that_failed_or_ended_is_named() -> None:
