@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outrider.base.atomic_files import atomic_write
-from outrider.protocol.errors import StartupError
+from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.train.data import Example
 from outrider.train.methods.interface import Batch, Method, acceptance, collate
 
@@ -68,6 +68,8 @@ class Training:
     ) -> None:
         self._method = method
         self._examples = [example for example in examples if len(example.tokens) > 2]
+        if not self._examples:
+            raise InvalidRequest.of("prompts", f"{len(examples)} texts of the target", "some of three tokens or more")
         self._held_out = held_out
         self._plan = plan
         self._path = folder / CHECKPOINT

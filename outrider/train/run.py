@@ -138,7 +138,9 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
         command=order.command,
     )
     if order.method == "distill":
-        _save_model(order, method, watcher)
+        assert isinstance(method, LanguageMethod)
+        method.module.to(torch.bfloat16).save_pretrained(order.out)  # an ordinary model, for kind model
+        AutoTokenizer.from_pretrained(locate(order.target, watcher.on_status)).save_pretrained(order.out)
     if isinstance(method, TrainedCheckpoint):
         method.save_config(order.out, order.target)
     cards.save(order.out, card, method.weights(), MODEL if order.method in FORMATS else cards.WEIGHTS)
@@ -216,13 +218,6 @@ def _make(order: TrainingOrder, inputs: TrainingInputs, begun: tuple[Card, dict[
     return early_exit(inputs, exit_layers=order.exit_layers, layers=order.layers)
 
 
-def _save_model(order: TrainingOrder, method: Method, watcher: Watcher) -> None:
-    """Save a distilled drafter as an ordinary model, for kind model."""
-    assert isinstance(method, LanguageMethod)
-    method.module.to(torch.bfloat16).save_pretrained(order.out)
-    AutoTokenizer.from_pretrained(locate(order.target, watcher.on_status)).save_pretrained(order.out)
-
-
 def _by_kind(prompts: Sequence[TrainingPrompt], examples: Sequence[Example]) -> dict[str, list[Example]]:
     kinds: dict[str, list[Example]] = {}
     for prompt, example in zip(prompts, examples, strict=True):
@@ -242,7 +237,6 @@ def _locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise StartupError(f"another training run uses {folder}", field="out", value=str(folder)) from error
-        for unfinished in folder.glob(f".{loop.CHECKPOINT}.*"):  # of a run that was killed
+        for unfinished in folder.glob(f".*.{'[0-9a-f]' * 16}"):  # of a run that was killed
             unfinished.unlink()
         yield
-    (folder / ".lock").unlink(missing_ok=True)
