@@ -22,15 +22,10 @@ def atomic_write(path: Path) -> Iterator[Path]:
             os.fsync(written.fileno())  # else a crash of the machine may leave the new name with nothing in it
         temporary.replace(path)
     except Exception as error:
-        if _is_full(error):
+        codes, said = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), str(error)  # safetensors and torch only say it
+        if (isinstance(error, OSError) and error.errno in codes) or "No space left" in said or "unexpected pos" in said:
             message = f"no room for {path}: {error}; free some space and repeat the command, which continues from there"
             raise StartupError(message, field="path", value=str(path)) from error
         raise
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _is_full(error: Exception) -> bool:
-    """Return whether the disk is full; safetensors and torch report it in their messages only."""
-    codes, said = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), str(error)
-    return (isinstance(error, OSError) and error.errno in codes) or "No space left" in said or "unexpected pos" in said
