@@ -14,6 +14,7 @@ from coordinator.workers.target import Target
 THINK, THOUGHT = "<think>", "</think>"
 _OTHER = re.compile("<function=|<arg_key>")  # between Hermes' marks: XML of Qwen3-Coder and of GLM-4.5
 _TOOLS = re.compile(r"(?<![\w.'\"])tools\b(?!['\"])")  # the variable, and no field of messages
+_LATE_SYSTEM = re.compile("must be at the beginning|initial optional system|assistant and tool roles are supported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class Manner:
     thinking: bool = False  # the prompt ends in <think>
     several: bool = True  # calls in one answer: some templates raise errors for them, or for their results
     system: bool = True  # messages: Gemma's template raises an error for them
+    late_system: bool = True  # messages: templates of Qwen3.5 and Mistral raise errors for all but the first
+    all_fields: bool = False  # of tools are needed: the template of Hermes raises an error without them
     shows_calls: bool = True  # in chats without tools: some targets have a template apart for those with tools
 
 
@@ -77,8 +80,10 @@ def manner_of(target: Target, parser: str) -> Manner:
     told = parser != "auto" or (dialect is not JSON and not _OTHER.search(template))  # other calls could not be read
     knows_tools = told and _TOOLS.search(template) is not None
     several = "single tool-calls" not in template and (knows_tools or "roles must alternate" not in template)
-    shows_calls, system = _TOOLS.search(plain) is not None, "System role not" not in template
-    return Manner(dialect, knows_tools, THOUGHT in template, several=several, system=system, shows_calls=shows_calls)
+    shows_calls, late = _TOOLS.search(plain) is not None, _LATE_SYSTEM.search(template) is None
+    rules = {"system": "System role not" not in template, "late_system": late, "shows_calls": shows_calls}
+    rules |= {"several": several, "all_fields": "parameters.properties" in template}
+    return Manner(dialect, knows_tools, THOUGHT in template, **rules)
 
 
 def _by_template(template: str) -> Dialect:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from coordinator.api.http.agents.bodies import ChatFields, Tool
@@ -14,14 +15,25 @@ _INSTRUCTIONS = """You can call these functions. Each line is one of them, with 
 {tools}
 To call a function, answer with nothing but its name and its arguments, in this form:
 {form}"""
+_FIELDS = {"name": "", "description": "", "parameters": {"type": "object", "properties": {}}}
 
 
 def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner) -> Chat:
     """Return the chat of a body as the target's template reads it."""
     messages = [message.plain for message in body.messages]
-    described = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+    if not manner.late_system:
+        messages.sort(key=lambda message: message["role"] != "system")
+    if told := [it["content"] for it in takewhile(lambda message: message["role"] == "system", messages)]:
+        joined = "\n\n".join(filter(None, told))  # templates refuse a second one, or drop it
+        messages[: len(told)] = [{"role": "system", "content": joined}]
+    for named in (it for message in messages for it in (message, *message.get("tool_calls", ()))):
+        if manner.dialect.name == "mistral":  # its templates raise errors for other ids
+            named.update({key: named[key].rjust(9, "0")[-9:] for key in ("id", "tool_call_id") if key in named})
+    absent: dict[str, Any] = _FIELDS if manner.all_fields else {}
+    functions = (absent | tool.function.model_dump(exclude_none=True, exclude={"strict"}) for tool in tools)
+    described = [{"type": "function", "function": function} for function in functions]
     if not manner.knows_tools or not (described or manner.shows_calls):
-        messages = _in_words(messages, manner.dialect)
+        _put_in_words(messages, manner.dialect)
         messages = _instructed(messages, described, manner) if described else messages
         described = []
     return Chat(messages, described, body.add_generation_prompt, body.continue_final_message, body.variables)
@@ -37,18 +49,14 @@ def _instructed(messages: list[dict[str, Any]], tools: Sequence[Any], manner: Ma
     return [{"role": "system", "content": text}, *messages]
 
 
-def _in_words(messages: Sequence[dict[str, Any]], dialect: Dialect) -> list[dict[str, Any]]:
+def _put_in_words(messages: Sequence[dict[str, Any]], dialect: Dialect) -> None:
     """Write calls into the texts of assistants, and their results into messages of the user."""
     names: dict[str, str] = {}
-    plain = []
     for message in messages:
-        content = message["content"]
-        calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
-        names |= {id_: function["name"] for id_, function in calls}
-        lines = [content, *(dialect.write(function["name"], function["arguments"]) for _, function in calls)]
-        if message["role"] == "tool":
-            name = names.get(message["tool_call_id"], "a function")
-            plain.append({"role": "user", "content": f"Result of {name}:\n{content}"})
-        else:
-            plain.append({"role": message["role"], "content": "\n".join(lines if content else lines[1:] or lines)})
-    return plain
+        calls = message.pop("tool_calls", ())
+        names |= {call["id"]: call["function"]["name"] for call in calls}
+        if (id_ := message.pop("tool_call_id", None)) is not None:
+            told = f"Result of {names.get(id_, 'a function')}:\n{message['content']}"
+            message.update(role="user", content=told)
+        written = (dialect.write(**call["function"]) for call in calls)
+        message["content"] = "\n".join(filter(None, [message["content"], *written]))

@@ -20,7 +20,6 @@ from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
-from outrider.protocol.sampling_params import Grammar
 from outrider.settings.coordinator import CoordinatorSettings
 
 
@@ -35,13 +34,16 @@ def plan_chat(body: ChatBody, target: Target, settings: CoordinatorSettings) -> 
 
 def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) -> tuple[ClientRequest, Manner]:
     """Return the input of a chat, and the form of its answers."""
-    manner = manner_of(target, settings.tool_parser)
-    tools = (body.tools or ()) if body.calls_required is not None else ()
+    manner, required = manner_of(target, settings.tool_parser), body.calls_required
+    tools = (body.tools or ()) if required is not None else ()
     request = input_of(body, chat=(chat := chat_of(body, tools, manner)))
-    answer = request.params.grammar
-    thinks = manner.thinks and body.add_generation_prompt and (body.calls_required is not None or answer is None)
+    grammar = request.params.grammar
+    thinks = manner.thinks and body.add_generation_prompt and (required is not None or grammar is None)
     manner = replace(manner, thinks=thinks, thinking=thinks and opens_thinking(target, chat))
-    grammar = _grammar(body, manner, target, answer)
+    if required is not None:
+        schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.callable_tools}
+        parallel = manner.several and body.parallel_tool_calls is not False and isinstance(body.tool_choice, str | None)
+        grammar = grammar_of(schemas, manner, target, required=required, parallel=parallel, answer=grammar)
     return replace(request, params=replace(request.params, grammar=grammar)), manner
 
 
@@ -51,14 +53,6 @@ def name_as_sent(body: ChatBody, names: dict[str, str]) -> None:
         more = f" and {names.get('params.grammar', 'response_format')}" if body.formatted else ""
         names = {**names, "params.grammar": f"tools{more}"}
     FIELD_NAMES.get({}).update(names)
-
-
-def _grammar(body: ChatBody, manner: Manner, target: Target, answer: Grammar | None) -> Grammar | None:
-    if (required := body.calls_required) is None:
-        return answer
-    schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.callable_tools}
-    parallel = manner.several and body.parallel_tool_calls is not False and isinstance(body.tool_choice, str | None)
-    return grammar_of(schemas, manner, target, required=required, parallel=parallel, answer=answer)
 
 
 class AnswerReader:

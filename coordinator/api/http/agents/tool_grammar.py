@@ -68,7 +68,8 @@ class _Rules:
         dialect = self._dialect
         each = []
         for number, (name, schema) in enumerate(tools.items()):
-            whole, head, tail = guided(bare(schema)), self._head(name), json.dumps(dialect.tail)
+            head = f"{json.dumps(name)} {self.mark(dialect.bare)}" if dialect.bare else json.dumps(dialect.head(name))
+            whole, tail = guided(bare(schema)), json.dumps(dialect.tail)
             if self._format and not dialect.anywhere:
                 whole, head, tail = call_schema(name, schema, dialect), "", ""
             self.lines.append(f"arguments_{number}: %json {json.dumps(whole)} // {name}")
@@ -89,10 +90,6 @@ class _Rules:
         if dialect.anywhere:
             return self.mark(dialect.opener) if required or self._format else self.after_text(dialect.opener)
         return ("" if self._format else BLANK) + (f" {self.mark(dialect.opener)}?" if dialect.opener else "")
-
-    def _head(self, name: str) -> str:
-        bare = self._dialect.bare
-        return f"{json.dumps(name)} {self.mark(bare)}" if bare else json.dumps(self._dialect.head(name))
 
     def answer(self, manner: Manner) -> str:
         """Return the rule of an answer without calls."""

@@ -139,3 +139,86 @@ def test_the_template_shows_the_dialect_unless_one_is_named() -> None:
     target = target_of(QWEN + "{# <tool_call> #}")
     assert manner_of(target, "auto").dialect is HERMES
     assert manner_of(target, "json").dialect is JSON
+
+
+def rendered(template: str, **more: Any) -> str:
+    """Return the prompt of a chat, as its target's template writes it."""
+    settings = cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto"))
+    target, body = target_of(template), chat(**more)
+    made = chat_of(body, body.tools or (), manner_of(target, settings.tool_parser))
+    tools = [*made.tools] or None
+    return str(target.tokenizer.apply_chat_template([*made.messages], tools=tools, tokenize=False, **made.variables))
+
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+DEVELOPER = {"role": "developer", "content": "Be short."}
+USER = {"role": "user", "content": "Hi."}
+# As of Qwen3.5 and of Mistral 7B; that of Qwen3-VL drops further messages of the system without an error.
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [QUESTION, FIRST_ONLY, FIRST_ONLY.replace("must be at", "is not at")])
+def test_messages_of_the_system_at_the_beginning_are_one(template: str) -> None:
+    begun = "<system>Be kind.\n\nBe short.\n<user>Hi.\n"
+    assert rendered(template, messages=[SYSTEM, DEVELOPER, USER]) == begun
+    empty = SYSTEM | {"content": ""}
+    assert rendered(template, messages=[SYSTEM, empty, DEVELOPER, USER]) == begun
+    assert rendered(template, messages=[empty, USER]) == "<system>\n<user>Hi.\n"
+
+
+@pytest.mark.parametrize(
+    "rule", ["must be at the beginning", "or initial optional system", "user, assistant and tool roles are supported"]
+)
+def test_later_messages_of_the_system_come_first_where_the_template_refuses_them(rule: str) -> None:
+    messages = [SYSTEM, USER, DEVELOPER, USER]
+    assert rendered(QUESTION, messages=messages) == "<system>Be kind.\n<user>Hi.\n<system>Be short.\n<user>Hi.\n"
+    strict = FIRST_ONLY.replace("System message must be at the beginning", rule)
+    assert rendered(strict, messages=messages) == "<system>Be kind.\n\nBe short.\n<user>Hi.\n<user>Hi.\n"
+    assert rendered(strict, messages=messages[1:]) == "<system>Be short.\n<user>Hi.\n<user>Hi.\n"
+
+
+NINE = (
+    "{% for m in messages %}{% for id in [m.tool_call_id] + m.tool_calls | default([]) | map(attribute='id') | list %}"
+    "{% if id is defined %}{% if id | length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings "
+    "with length 9!') }}{% endif %}{{ id }};{% endif %}{% endfor %}{% endfor %}{# {{ tools }} [TOOL_CALLS] #}"
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [("call_1", "000call_1"), ("call_0fypS1hVXa", "fypS1hVXa"), ("0123abcde", "0123abcde")]
+)
+def test_ids_of_calls_have_the_length_that_templates_of_mistral_want(given: str, told: str) -> None:
+    """Agents write ids of their own, and those of other servers are in chats that go on with another model."""
+    called = CALLED | {"tool_calls": [CALLED["tool_calls"][0] | {"id": given}]}  # type: ignore[index]
+    messages = [USER, called, {"role": "tool", "tool_call_id": given, "content": "1"}]
+    assert rendered(NINE, messages=messages) == f"{told};{told};"
+    assert rendered(NINE.replace("[TOOL_CALLS]", "<tool_call>").replace(" != 9", " == 0"), messages=messages) == (
+        f"{given};{given};"
+    )
+
+
+HERMES_3 = (
+    "{% for tool in tools %}{% set tool = tool.function %}{{ tool.name + '(' }}"
+    "{% for name, field in tool.parameters.properties | items %}{{ name }}{% endfor %}{{ ') - ' + tool.description }}"
+    "{% endfor %}{# <tool_call> #}"
+)
+
+
+@pytest.mark.parametrize("more", [{}, {"description": None, "parameters": None}, {"parameters": {}}])
+def test_templates_read_all_fields_of_a_tool_that_leaves_them_out(more: dict[str, Any]) -> None:
+    """That of Hermes 3 raises an error for a tool without them, which OpenAI takes."""
+    assert rendered(HERMES_3, tools=[{"type": "function", "function": {"name": "f"} | more}]) == "f() - "
+
+
+def test_thoughts_stay_in_a_chat_whose_calls_are_told_in_words() -> None:
+    template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
+    said = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    assert rendered(template, messages=[USER, said]) == "[]Hi.[Hm.]Yes."
+    call = HERMES.write("f", {})
+    body = chat(messages=[USER, CALLED | {"reasoning_content": "Hm."}])
+    made = chat_of(body, (), Manner(HERMES, knows_tools=False))
+    assert made.messages[1] == {"role": "assistant", "content": call, "reasoning_content": "Hm."}
