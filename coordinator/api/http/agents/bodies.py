@@ -37,9 +37,7 @@ class Function(Body):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        if not self.parameters:
-            return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {"type": "object"} | self.parameters
+        return {"type": "object", **(self.parameters or {"properties": {}, "additionalProperties": False})}
 
 
 class Tool(Body):
@@ -99,7 +97,7 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _whole(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not (self.tool_calls or self.reasoning_content or self.reasoning):
             raise ValueError("content is required in a message without tool_calls")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls are those of an assistant")
@@ -110,15 +108,10 @@ class Message(Body):
         return self
 
     @property
-    def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content or ())
-
-    @property
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates read it."""
-        plain: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": self.text}
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+        plain: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": text}
         if thoughts := self.reasoning_content or self.reasoning:
             plain["reasoning_content"] = thoughts
         if self.tool_calls:

@@ -39,7 +39,7 @@ _Texts = Annotated[list[ItemText], Field(max_length=chats.MAX_PARTS, fail_fast=T
 
 
 def _joined(content: str | list[ItemText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 class _Item(Body):
@@ -173,6 +173,7 @@ class ResponsesBody(GenerationBody):
         None, description="Ignored: reasoning is sent as it is."
     )
     max_tool_calls: int | None = Field(None, description="Ignored: it is for built-in tools.")
+    client_metadata: dict[str, Any] | None = Field(None, description="Ignored: Codex labels its requests by it.")
 
     @model_validator(mode="after")
     def _whole(self) -> ResponsesBody:

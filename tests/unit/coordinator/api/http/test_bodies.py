@@ -223,12 +223,30 @@ def test_a_call_that_was_cut_keeps_the_arguments_that_are_whole() -> None:
 def test_what_other_servers_take_and_changes_nothing_is_taken() -> None:
     part = {"type": "text", "text": "Hi.", "prompt_cache_breakpoint": {"mode": "explicit"}}
     said = {"role": "assistant", "content": "So.", "reasoning": "Hm."}  # as vLLM writes it
-    body = {"messages": [{"role": "user", "content": [part]}, said], "top_logprobs": 0, "verbosity": "medium"}
+    cut = {"role": "assistant", "content": None, "reasoning": "Hm."}  # of an answer that ended in its thoughts
+    body = {"messages": [{"role": "user", "content": [part]}, said, cut], "top_logprobs": 0, "verbosity": "medium"}
     chat = ChatBody.model_validate(body)
     assert [message.plain for message in chat.messages] == [
         {"role": "user", "content": "Hi."},
         {"role": "assistant", "content": "So.", "reasoning_content": "Hm."},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm."},
     ]
     assert chat.num_logprobs is None
     item = {"role": "user", "content": [part | {"type": "input_text"}]}
-    assert ResponsesBody.model_validate({"input": [item]}).chat.messages[0].text == "Hi."
+    codex = {"client_metadata": {"x-codex-installation-id": "1"}}
+    assert ResponsesBody.model_validate({"input": [item]} | codex).chat.messages[0].plain == {
+        "role": "user",
+        "content": "Hi.",
+    }
+
+
+def test_text_parts_are_lines_of_their_own() -> None:
+    """As vLLM joins them: two results of a tool would become one number."""
+    chat, items = ([{"type": kind, "text": text} for text in ("12", "34")] for kind in ("text", "input_text"))
+    message = {"role": "tool", "tool_call_id": "a", "content": chat}
+    output = {"type": "function_call_output", "call_id": "a", "output": items}
+    for body in (
+        ChatBody.model_validate({"messages": [message]}),
+        ResponsesBody.model_validate({"input": [output]}).chat,
+    ):
+        assert body.messages[0].plain["content"] == "12\n34"
