@@ -191,6 +191,8 @@ async def test_an_error_in_a_stream_names_the_tools(api: AsyncOpenAI, house: Hou
 
 
 LARGE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(6_000)}}
+UNKNOWN: dict[str, Any] = {"not": {}}
+LOOKING: dict[str, Any] = {"properties": {"a": {"type": "string", "pattern": "(?!x)"}}}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,8 @@ LARGE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for n
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools.0"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": LARGE}}]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": UNKNOWN, "strict": True}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": LOOKING}}]}, "tools"),
         ({"tools": None, "tool_choice": "required"}, "body"),
         ({"tool_choice": named("nothing")}, "body"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),

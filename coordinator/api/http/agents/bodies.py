@@ -27,7 +27,7 @@ class Function(Body):
     name: _FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of an object; absent: no parameters.")
-    strict: bool | None = Field(None, description="Ignored: arguments always follow the schema.")
+    strict: bool | None = Field(None, description="Refuse keywords that grammars lack; otherwise they hold nothing.")
 
     @model_validator(mode="after")
     def _object(self) -> Function:
@@ -37,7 +37,8 @@ class Function(Body):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        return {"type": "object", **(self.parameters or {"properties": {}, "additionalProperties": False})}
+        given = self.parameters or {"properties": {}, "additionalProperties": False}
+        return {"x-guidance": {"lenient": not self.strict}, "type": "object", **given}
 
 
 class Tool(Body):

@@ -80,10 +80,9 @@ def manner_of(target: Target, parser: str) -> Manner:
     told = parser != "auto" or (dialect is not JSON and not _OTHER.search(template))  # other calls could not be read
     knows_tools = told and _TOOLS.search(template) is not None
     several = "single tool-calls" not in template and (knows_tools or "roles must alternate" not in template)
-    shows_calls, late = _TOOLS.search(plain) is not None, _LATE_SYSTEM.search(template) is None
-    rules = {"system": "System role not" not in template, "late_system": late, "shows_calls": shows_calls}
+    rules = {"system": "System role not" not in template, "late_system": _LATE_SYSTEM.search(template) is None}
     rules |= {"several": several, "all_fields": "parameters.properties" in template}
-    return Manner(dialect, knows_tools, THOUGHT in template, **rules)
+    return Manner(dialect, knows_tools, THOUGHT in template, shows_calls=_TOOLS.search(plain) is not None, **rules)
 
 
 def _by_template(template: str) -> Dialect:

@@ -214,3 +214,35 @@ def test_a_long_answer_is_parsed_at_once_after_its_reasoning() -> None:
     parser.feed = lambda text: (fed.append(text), feed(text))[1]  # type: ignore[method-assign]
     reader.read(cast(Session, SimpleNamespace(output=output)), output.tokens, ended=False)
     assert len(fed) < 10
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"type": "string", "format": "path"},
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        {"type": "object", "propertyNames": {"type": "string"}},
+        {"oneOf": [{"type": "object", "properties": {name: {"type": "string"}}} for name in "xy"]},
+    ],
+)
+@pytest.mark.parametrize("form", DIALECTS)
+@pytest.mark.parametrize("more", [{}, {"response_format": {"type": "json_object"}}], ids=["text", "formatted"])
+def test_keywords_that_grammars_lack_are_refused_of_strict_tools_only(
+    field: dict[str, Any], form: str, more: dict[str, Any]
+) -> None:
+    """Tools of MCP servers have them, which no client can change."""
+    target = target_of(tokens=False)
+    target.tokenizer.chat_template = "{{ tools }}"
+    settings = cast(CoordinatorSettings, SimpleNamespace(tool_parser=DIALECTS[form].name))
+    schema = {"properties": {"m": field, "n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+    def allowed(arguments: dict[str, Any], **tool: Any) -> bool:
+        function = {"name": "f", "parameters": schema, **tool}
+        request, manner = chat_input(chat(tools=[{"type": "function", "function": function}], **more), target, settings)
+        text = list(target.encode(manner.dialect.write("f", arguments)))
+        return target.grammars.compile(request.params).count_allowed(text) == len(text)
+
+    assert allowed({"n": 1})
+    assert not allowed({"n": "x"}), "what grammars have still holds"
+    with pytest.raises(InvalidRequest):
+        allowed({"n": 1}, strict=True)
