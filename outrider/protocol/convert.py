@@ -38,6 +38,7 @@ ERROR_KEY = "outrider-error-bin"
 FRAMING_BYTES = 14
 _MAX_POINTS = 64  # of a cost curve
 _MIN_STEP_MS, _MAX_STEP_MS = 1e-6, 600_000.0  # quotients of shorter times overflow
+_in_32_bits = partial(min, (1 << 32) - 1)  # times of a process that was paused for hours do not fit
 
 
 def params_to_proto(params: SamplingParams) -> common.SamplingParams:
@@ -118,7 +119,7 @@ def guess_to_proto(guess: Guess) -> common.Guess:
         parent=guess.parent,
         tokens=guess.tokens,
         draft_probs=[distribution_to_proto(d) for d in guess.draft_probs],
-        draft_us=guess.draft_us,
+        draft_us=_in_32_bits(guess.draft_us),
         source=guess.source,
         parents=[parent + 1 for parent in guess.parents],  # unsigned on the wire: 0 is the root
     )
@@ -181,14 +182,8 @@ def worker_from_proto(proto: coordinator.Worker) -> WorkerInfo:
 
 
 def error_to_proto(error: OutriderError) -> common.Error:
-    return common.Error(
-        code=error.code,
-        message=error.message,
-        field=error.field,
-        value=error.value,
-        limit=error.limit,
-        retry_after_ms=error.retry_after_ms,
-    )
+    named = {name: getattr(error, name) for name in ("code", "message", "field", "value", "limit")}
+    return common.Error(**named, retry_after_ms=error.retry_after_ms and _in_32_bits(error.retry_after_ms))
 
 
 def error_from_proto(proto: common.Error) -> OutriderError:
@@ -264,4 +259,5 @@ def _field(name: str, hint: Any) -> _Conversion:
         inside: Any = kind
         read = _READERS.get(inside) or partial(_incoming, inside)
         return _Conversion(name, optional, repeated, read, _outgoing)
-    return _Conversion(name, optional, repeated, kind if issubclass(kind, Enum) else None, None)
+    write = _in_32_bits if name.endswith("_us") else None
+    return _Conversion(name, optional, repeated, kind if issubclass(kind, Enum) else None, write)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -544,6 +546,21 @@ async def test_draining_refuses_new_sessions_and_finishes_old_ones(
         assert (await probe(address)).draining
         await old.rest()
     assert old.tokens == truth[:8]
+
+
+async def test_a_verifier_that_was_paused_for_hours_goes_on_with_its_sessions(
+    loaded: LoadedModel, tmp_path: Path, truth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `docker pause`: every session failed, as the time of its step has no room in a verdict."""
+    clock = SimpleNamespace(perf_counter=itertools.count(0.0, 5000.0).__next__)
+    monkeypatch.setattr("verifier.engine_target.time", clock)
+    files = save_tokenizer(loaded.tokenizer, tmp_path)
+    service = VerifierService(EngineTarget(loaded.engine), loaded.vocabulary, files, settings := VerifierSettings())
+    async with in_process(service, settings) as address, verifying(address) as stream:
+        await stream.open(PROMPT, max_tokens=8)
+        await stream.rest()
+    assert stream.tokens == truth[:8]
+    assert {verdict.timings.step_us for verdict in stream.verdicts} == {2**32 - 1}
 
 
 async def probe(address: str) -> common.ProbeReply:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -51,7 +49,7 @@ class RankGroup:
         self._rendezvous = rendezvous
         self._started = started
         self._commands: dist.ProcessGroup | None = None
-        self._step_ends = math.inf
+        self._step: object | None = None  # in progress
         self._stopping = threading.Event()
         if self.is_leader:
             threading.Thread(target=self._watch, name="ranks", daemon=True).start()
@@ -120,7 +118,7 @@ class RankGroup:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Run a step. An error or a timeout ends the process: ranks that diverge cannot continue."""
-        self._step_ends = time.monotonic() + _STEP_S
+        self._step = object()
         try:
             yield
         except OutriderError:
@@ -128,7 +126,7 @@ class RankGroup:
         except Exception as error:
             self._lose(f"a step on {self.size} ranks failed: {error}")
         finally:
-            self._step_ends = math.inf
+            self._step = None
 
     def leave(self) -> None:
         """Stop all ranks in order."""
@@ -162,11 +160,14 @@ class RankGroup:
         dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), src=0, group=self._commands)
 
     def _watch(self) -> None:
+        watched, watched_s = None, 0.0  # in times of waiting: a pause of this process makes no step late
         while not self._stopping.wait(_WATCH_S):
             for rank, process in enumerate(self._started, 1):
                 if (status := process.poll()) is not None and not self._stopping.is_set():
                     self._lose(f"rank {rank} of {self.size} ended with status {status}")
-            if time.monotonic() > self._step_ends:
+            before, watched = watched, self._step
+            watched_s = watched_s + _WATCH_S if watched is before else 0.0
+            if watched is not None and watched_s > _STEP_S:
                 self._lose(f"a step on {self.size} ranks took longer than {_STEP_S:g} s")
 
     def _lose(self, reason: str) -> NoReturn:

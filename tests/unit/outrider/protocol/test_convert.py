@@ -438,6 +438,16 @@ def test_errors_survive_the_wire(kind: type[OutriderError]) -> None:
     assert convert.error_from_proto(convert.error_to_proto(kind("x"))).retry_after_ms is None
 
 
+def test_a_time_of_hours_is_the_longest_that_its_field_holds() -> None:
+    """Of a process that was paused, such as by `docker pause`: its clock runs on."""
+    hours = 2 * 3600 * 10**6
+    timings = VerifyTimings(wait_us=hours, step_us=hours, draft_us=hours)
+    sent = convert.verdict_to_proto(Verdict(0, (1,), 0, TokenKind.PLAIN, timings=timings)).timings
+    assert {sent.wait_us, sent.step_us, sent.draft_us} == {2**32 - 1}
+    assert convert.guess_to_proto(Guess(0, 1, 0, (1,), draft_us=hours)).draft_us == 2**32 - 1
+    assert convert.error_to_proto(errors.Overloaded("x", retry_after_ms=hours)).retry_after_ms == 2**32 - 1
+
+
 def test_an_error_of_a_newer_peer_is_still_an_error() -> None:
     assert type(convert.error_from_proto(common.Error(code="from the future", message="m"))) is OutriderError
 

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig
 
 from outrider.base.config import WorkerSettings
 from outrider.engine import SessionTokens
-from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine, join_ranks
+from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine, join_ranks, ranks
 from outrider.engine.tensor_parallel.engine import _apply
 from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.testing.toy_models import make_model
+from tests.cluster import until
 
 VOCAB = 64
 KV_TOKENS = 320
@@ -182,6 +184,27 @@ def test_models_that_cannot_be_split_are_named(tmp_path: Path) -> None:
     OPTConfig().save_pretrained(tmp_path / "plan")
     with pytest.raises(StartupError, match="no plan to split opt models: tensor_parallel is 4, must be 1"):
         rank_group.check_model("plan", {"pretrained_model_name_or_path": str(tmp_path / "plan")})
+
+
+def test_a_step_is_not_late_by_a_pause_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `docker pause`, for which all ranks stand still and the clock runs on."""
+    lost: list[str] = []
+    monkeypatch.setattr(RankGroup, "_lose", lambda _, reason: lost.append(reason))
+    monkeypatch.setattr(ranks, "_WATCH_S", 0.01)
+    monkeypatch.setattr(ranks, "_STEP_S", 2.0)
+    rank_group, now = RankGroup(0, 2, torch.device("cpu"), ""), time.monotonic
+    with rank_group.step():
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 3600.0)
+        time.sleep(0.1)
+    monkeypatch.setattr(time, "monotonic", now)
+    assert not lost
+    monkeypatch.setattr(ranks, "_STEP_S", 0.1)
+    time.sleep(0.3)
+    assert not lost, "there is no step"
+    with rank_group.step():
+        until(lambda: bool(lost), 10, "the step to be late")
+    rank_group._stopping.set()
+    assert "took longer" in lost[0]
 
 
 @pytest.mark.usefixtures("nobody_started_us")
