@@ -46,7 +46,7 @@ class RegistrationClient:
         self._vocabulary = vocabulary
         self._access = access
         self._changed = asyncio.Event()
-        self._last_error = ""
+        self._last_errors: dict[str, str] = {}  # by coordinator
 
     def send_update(self) -> None:
         """Send the worker's state now instead of with the next heartbeat."""
@@ -58,8 +58,8 @@ class RegistrationClient:
                 await self._report_to(address)
             except grpc.aio.AioRpcError as lost:
                 error = error_from_rpc(lost)
-                if error.message != self._last_error:  # log each error once, not at every attempt
-                    self._last_error = error.message
+                if error.message != self._last_errors.get(address):  # log each error once, not at every attempt
+                    self._last_errors[address] = error.message
                     level = log.error if isinstance(error, ModelMismatch | Unauthenticated) else log.info
                     level("not registered", coordinator=address, error=error.message)
                     report_progress(f"not registered: {error.message}")
@@ -81,9 +81,9 @@ class RegistrationClient:
                             await call.write(part)
                     elif heartbeat is None:
                         log.info("registered", coordinator=address)
-                        if self._last_error:
+                        if self._last_errors:
                             report_progress("registered")  # in place of the error
-                        self._last_error = ""
+                        self._last_errors.clear()
                         heartbeat = asyncio.create_task(
                             self._heartbeat(call, max(_MIN_HEARTBEAT_MS, reply.heartbeat_ms) / 1000)
                         )

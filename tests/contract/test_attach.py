@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+import structlog
 
 from coordinator.api.service import CoordinatorService
 from coordinator.attachment.session import METRICS_NAME
@@ -247,7 +248,7 @@ async def test_a_request_that_found_no_place_is_attached_when_there_is_one(
     request = AttachedRequest("a", list(PROMPT), len(PROMPT), SamplingParams(0.0, seed=1), MODEL.vocab_size)
     try:
         client.open(request, PROMPT, "")
-        assert await soon(lambda: "sessions" in client._told, SOON_S), "refused, and told so"
+        assert await soon(lambda: any("sessions" in told for told in client._told), SOON_S), "refused, and told so"
         del service.sessions.attached[:]
         assert await soon(lambda: len(service.sessions.attached) == 1, SOON_S)
         client.send([(request, 0, None)])
@@ -289,3 +290,19 @@ async def test_a_coordinator_that_sends_what_is_no_message_is_left_for_the_next(
     finally:
         client._loop.call_soon_threadsafe(client._loop.stop)
         await server.stop(None)
+
+
+async def test_each_of_the_coordinators_that_are_lost_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may be without them for days, and each request tries again."""
+    for name in ("_RETRY_S", "_MAX_RETRY_S"):
+        monkeypatch.setattr(f"outrider.engine.vllm.attached.client.{name}", 0.01)
+    request = AttachedRequest("a", list(PROMPT), len(PROMPT), SamplingParams(0.0, seed=1), MODEL.vocab_size)
+    with structlog.testing.capture_logs() as lines:
+        options = AttachOptions(coordinators="127.0.0.1:1,127.0.0.1:2")
+        client = AttachmentClient(options, MODEL, 6, threading.Event())
+        client.open(request, PROMPT, "")
+        assert await soon(lambda: client._turn > 6, SOON_S)
+        client.send([(request, 0, None)])
+        assert await soon(lambda: not client._tasks, SOON_S)
+        client._loop.call_soon_threadsafe(client._loop.stop)
+    assert [line["event"].partition(",")[0] for line in lines] == ["coordinator lost"] * 2

@@ -19,6 +19,7 @@ from outrider.security.api_keys import HEADER, ApiKeys
 from outrider.security.tenants import set_tenant
 
 log = structlog.get_logger(__name__)
+_POLLED = {("/metrics", 200), ("/health", 200), ("/ready", 200)}  # every few seconds, for as long as it serves
 
 
 class RequestIds:
@@ -48,7 +49,7 @@ class RequestIds:
             await respond(OutriderError(f"internal error: {type(error).__name__}"))(scope, receive, send_on)
         finally:
             ms = round(1000 * (time.monotonic() - started))
-            level = log.debug if (scope["path"], status) == ("/metrics", 200) else log.info  # scraped every few seconds
+            level = log.debug if (scope["path"], status) in _POLLED else log.info
             level("http", method=scope["method"], path=scope["path"], status=status or 499, ms=ms)
 
 

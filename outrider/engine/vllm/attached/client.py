@@ -80,7 +80,7 @@ class AttachmentClient:
         self._streams: dict[str, _RequestStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._channel: grpc.aio.Channel | None = None
-        self._turn, self._not_before, self._retry_s, self._told = 0, 0.0, _RETRY_S, ""
+        self._turn, self._not_before, self._retry_s, self._told = 0, 0.0, _RETRY_S, set[str]()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="outrider attachment", daemon=True).start()
 
@@ -139,8 +139,8 @@ class AttachmentClient:
 
     def _warn(self, event: str, error: OutriderError) -> None:
         """Log once what may happen to each request and at each attempt."""
-        if error.message != self._told:
-            self._told = error.message
+        if error.message not in self._told:  # coordinators have errors of their own
+            self._told.add(error.message)
             log.warning(event, error=error.message)
 
     async def _run(self, stream: _RequestStream) -> None:
@@ -167,7 +167,7 @@ class AttachmentClient:
             async for message in call:
                 if message is None or stream.outbox.qsize() > _MAX_UNSENT:
                     raise asyncio.InvalidStateError("the coordinator does not read, or sends what is no message")
-                self._retry_s, self._told = _RETRY_S, ""
+                self._retry_s, self._told = _RETRY_S, set()
                 if message.HasField("steer"):
                     stream.flush()
                     stream.plain_steps = message.steer.plain_steps or 1

@@ -1,16 +1,22 @@
+<<<<<<< HEAD
 """What a worker leaves open that registers again and again, and what a coordinator may answer."""
+=======
+"""What a worker that registers again and again leaves open, and what it tells."""
+>>>>>>> 9cf180a1 (Lines of the log that repeated for ever: errors of two coordinators in turn, polls of /health and /ready)
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import os
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
+import structlog
 
 from outrider.base.aio import until
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
@@ -64,6 +70,7 @@ async def test_a_registration_that_fails_keeps_no_socket_open_until_the_next_gar
         await server.stop(None)
 
 
+<<<<<<< HEAD
 class _Answering:
     """Answers every registration with these bytes, and counts the reports."""
 
@@ -145,6 +152,31 @@ async def test_a_refusal_is_taken_back(monkeypatch: pytest.MonkeyPatch, capsys: 
         await server.stop(None)
     shown = [line for line in said.splitlines() if line.startswith("progress: ")]
     assert shown == ["progress: not registered: failed_precondition: another vocabulary", "progress: registered"]
+=======
+async def test_of_several_coordinators_each_tells_its_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may wait for days, and attempts follow each other twice a second."""
+    monkeypatch.setattr(registration_client, "RETRY_S", 0.0)
+    monkeypatch.setattr(registration_client, "report_progress", (shown := []).append)
+    worker = WorkerInfo("w", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
+    away = ["127.0.0.1:1", "127.0.0.1:2"]
+    client, tried = RegistrationClient(away, lambda: worker, None), Counter[str]()
+    attempt = client._report_to
+
+    async def counted(address: str) -> None:
+        tried[address] += 1
+        await attempt(address)
+
+    monkeypatch.setattr(client, "_report_to", counted)
+    with structlog.testing.capture_logs() as logs:
+        running = asyncio.create_task(client.run())
+        async with asyncio.timeout(_CLOSES_S):
+            while min(tried.values(), default=0) < 4:
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert [line["coordinator"] for line in logs] == away
+    assert len(shown) == len(away)
+>>>>>>> 9cf180a1 (Lines of the log that repeated for ever: errors of two coordinators in turn, polls of /health and /ready)
 
 
 async def _asked(ending: _Ending, times: int) -> None:

@@ -60,9 +60,12 @@ async def test_a_body_waits_for_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("path", "status", "level"),
-    [("/metrics", 200, "debug"), ("/metrics", 401, "info"), ("/v1/models", 200, "info")],
+    [
+        *(("/metrics", 200, "debug"), ("/metrics", 401, "info"), ("/v1/models", 200, "info")),
+        *(("/health", 200, "debug"), ("/ready", 200, "debug"), ("/ready", 503, "info")),
+    ],
 )
-async def test_a_scrape_is_no_event_of_the_log(path: str, status: int, level: str) -> None:
+async def test_what_is_polled_is_no_event_of_the_log(path: str, status: int, level: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": status, "headers": []})
 
