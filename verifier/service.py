@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import grpc
@@ -53,23 +53,12 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
     ) -> None:
         self._target = target
         self._settings = settings
-        self._tokenizer_files = tokenizer_files
+        self._tokenizer_files = {name: path.read_bytes() for name, path in tokenizer_files.items()}
         info = replace(target.info, name=settings.served_model_name or target.info.name)
         self._metrics = VerifierMetrics(info.name)
-        self.loop = VerificationLoop(
-            target,
-            SchedulerLimits(
-                max_sessions=settings.max_sessions,
-                max_waiting=settings.max_waiting,
-                kv_tokens=settings.kv_tokens or KV_TOKENS,
-                prefill_rows=settings.prefill_rows,
-                prefill_stretch=settings.prefill_stretch,
-                guess_rows=settings.guess_rows,
-                tenant_stretch=settings.tenant_stretch,
-            ),
-            self._metrics,
-            cost,
-        )
+        given = {limit.name: getattr(settings, limit.name) for limit in fields(SchedulerLimits)}
+        limits = SchedulerLimits(**given | {"kv_tokens": settings.kv_tokens or KV_TOKENS})
+        self.loop = VerificationLoop(target, limits, self._metrics, cost)
         self._grammars = GrammarCompiler(self._tokenizer, target.info.eos_token_ids)
         self.projections = target.projections
         about = self.projections.describe(WorkerInfo("", Role.VERIFIER, "", info, "target"))
@@ -115,8 +104,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
             self.loop.close(session)
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Call) -> AsyncIterator[pb.FileChunk]:
-        for name, path in self._tokenizer_files.items():
-            data = path.read_bytes()
+        for name, data in self._tokenizer_files.items():
             for start in range(0, len(data), _FILE_CHUNK):
                 yield pb.FileChunk(name=name, data=data[start : start + _FILE_CHUNK])
 
@@ -149,10 +137,9 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
             session.reject(error, 0)
 
     def _tokenizer(self) -> str:
-        path = self._tokenizer_files.get("tokenizer.json")
-        if path is None:
+        if (data := self._tokenizer_files.get("tokenizer.json")) is None:
             raise OSError("no tokenizer.json")
-        return path.read_text(encoding="utf-8")
+        return data.decode()
 
 
 def _opening(request: pb.VerifyRequest) -> VerifyOpening:

@@ -93,18 +93,18 @@ def runs_on_vllm(settings: VerifierSettings) -> bool:
 
 
 def serve(settings: VerifierSettings, rank_group: RankGroup | None = None) -> None:
-    with tempfile.TemporaryDirectory(prefix="outrider-verifier-") as scratch:
-        use_threads(settings.threads)
-        run_worker("verifier", settings, lambda progress: _build_all(settings, Path(scratch), progress, rank_group))
+    use_threads(settings.threads)
+    run_worker("verifier", settings, lambda progress: _build_all(settings, progress, rank_group))
 
 
 def _build_all(
-    settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], rank_group: RankGroup | None
+    settings: VerifierSettings, progress: Callable[[str], None], rank_group: RankGroup | None
 ) -> VerifierService | Together:
     """Build the verifier, and its own drafter if the settings name one."""
     if settings.own_drafter:
         choose_drafter(settings.own_drafter, settings.target)  # a wrong one is told before a model is loaded
-    service = build(settings, scratch, progress, rank_group)
+    with tempfile.TemporaryDirectory(prefix="outrider-verifier-") as scratch:  # not longer: a killed process leaves it
+        service = build(settings, Path(scratch), progress, rank_group)
     if not settings.own_drafter:
         return service
     (found,) = entry_points(group="outrider.own_drafter")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from outrider.settings.verifier import VerifierSettings
 from tests.conftest import Models
 from tests.emulated_cuda import emulated_cuda
 from verifier.service import VerifierService
-from verifier.startup import _build_all, build, follow
+from verifier.startup import _build_all, build, follow, serve
 
 
 def _built(folder: Path, **given: object) -> VerifierService:
@@ -46,7 +48,7 @@ def test_a_drafter_that_is_not_there_is_told_before_a_model_is_loaded(tmp_path: 
     stages: list[str] = []
     settings = VerifierSettings(target=str(tmp_path), own_drafter="suffix+eagle:/no/path")
     with pytest.raises(StartupError, match=r"drafter is suffix.eagle:/no/path: there is nothing at /no/path"):
-        _build_all(settings, tmp_path, stages.append, None)
+        _build_all(settings, stages.append, None)
     assert not stages
 
 
@@ -77,3 +79,18 @@ def test_options_are_refused_before_a_download(monkeypatch: pytest.MonkeyPatch) 
 def test_the_mock_engine_has_a_pace(tmp_path: Path) -> None:
     service = build(VerifierSettings(engine="mock", pace="1:25"), tmp_path, print, None)
     assert isinstance(service._target._engine, ThrottledEngine)  # type: ignore[attr-defined]
+
+
+def test_a_verifier_that_is_killed_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is restarted, and each time there was another copy of its tokenizer on the disk."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    served: list[str] = []
+
+    def run(_name: str, _settings: VerifierSettings, build: Callable[[Callable[[str], None]], VerifierService]) -> None:
+        service = build(lambda stage: None)
+        served.append(service._tokenizer())
+        assert not list(tmp_path.iterdir()), "a process that is killed now leaves them"
+
+    monkeypatch.setattr("verifier.startup.run_worker", run)
+    serve(VerifierSettings(engine="mock"))
+    assert "WordLevel" in served[0]
