@@ -30,6 +30,7 @@ from outrider.protocol.vocabulary import Vocabulary
 _MAX_PENDING_POSITIONS = MAX_EARLIER_POSITIONS + MAX_AWAITING  # kept for a member that does not draft
 _HIT_RATE_PRIOR = 0.8  # of a model: optimistic, so that it is tried
 _SMOOTHING = 0.2
+_OUTLIER = 3.0  # times its usual time: a model that one long draft rules out would not be measured again
 
 
 class _DraftSource(enum.Enum):
@@ -121,9 +122,8 @@ class BlendDrafter:
         self.reads_context = any(getattr(member, "reads_context", False) for member in members.values())
         self.target_width = max(getattr(member, "target_width", 0) for member in members.values())
         _check_same_target(self._members)
-        self.vocabulary: Vocabulary | None = next(
-            (member.vocabulary for member in members.values() if member.vocabulary is not None), None
-        )
+        vocabularies = (member.vocabulary for member in members.values())
+        self.vocabulary: Vocabulary | None = next(filter(None, vocabularies), None)
         for member in members.values():
             if isinstance(member, ReadsLayers):
                 self.projection = member.projection
@@ -200,7 +200,7 @@ class BlendDrafter:
             return _DraftSource.MODEL if session.models else _DraftSource.PROPOSAL
         estimate = self._estimate(session, session.models[0])
         levels = request.max_new_tokens
-        model_speed = estimate.tokens_per_s(estimate.with_model(levels), levels)
+        model_speed = estimate.with_model(levels)
         if request.branches > 1 and estimate.depth:
             # The open tree already has levels, and the proposal is another branch of it: continue, or stop here.
             stop_speed = estimate.tokens_per_s(max(estimate.open_accepted, expected), 0)
@@ -217,12 +217,7 @@ class BlendDrafter:
 
     def _rank_models(self, session: _SessionState) -> tuple[str, ...]:
         levels = session.request.max_new_tokens
-
-        def speed(name: str) -> float:
-            estimate = self._estimate(session, name)
-            return estimate.tokens_per_s(estimate.with_model(levels), levels)
-
-        return tuple(sorted(self._models, key=speed, reverse=True))
+        return tuple(sorted(self._models, key=lambda it: self._estimate(session, it).with_model(levels), reverse=True))
 
     def _estimate(self, session: _SessionState, model: str) -> RoundEstimate:
         request = session.request
@@ -263,8 +258,11 @@ class BlendDrafter:
         for request, draft in zip(requests, drafts, strict=True):
             self._sessions[request.session].accuracy.record_tokens(model, request, draft)
             levels = max(levels, len(set(draft.shape.depths[len(request.open_guess.tokens) :])))
-        if levels:
-            self._seconds[model].add(spent, levels)
+        reads = any(not self._sessions[request.session].records[model].hits.weight for request in requests)
+        known = self._seconds[model]
+        if levels and (known.weight or not reads):
+            usual = known.total / known.weight * levels if known.weight else spent
+            known.add(min(spent, _OUTLIER * usual), levels)
         return {request.session: draft for request, draft in zip(requests, drafts, strict=True)}
 
     def _model_request(self, session: _SessionState, model: str) -> DraftRequest:

@@ -28,8 +28,8 @@ class RoundEstimate:
         return self.open_accepted + self.hit_rate**self.depth * expected
 
     def with_model(self, levels: int) -> float:
-        """Return the expected accepted tokens if the model drafts so many more levels."""
-        return self.chain(self.depth + levels)
+        """Return tokens per second if the model drafts so many more levels."""
+        return self.tokens_per_s(self.chain(self.depth + levels), levels)
 
     def tokens_per_s(self, accepted: float, levels: int) -> float:
         """Return tokens per second, the target's own token included, if the model drafts so many more levels."""

@@ -255,6 +255,44 @@ def test_of_two_models_the_better_one_drafts() -> None:
     )
 
 
+@dataclass
+class ReadingModel(Model):
+    """Takes longer for the first draft of a session, as it reads the prompt."""
+
+    read_s: float = 0.0
+    known: set[str] = field(default_factory=set)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
+        sessions = {request.session for request in requests}
+        self.clock.now += self.read_s * len(sessions - self.known)
+        self.known |= sessions
+        return super().draft(requests)
+
+
+def test_a_model_is_not_judged_by_the_time_in_which_it_reads_a_prompt() -> None:
+    """The better model, which reads longer, drafted once and never again."""
+    clock = Clock()
+    good = ReadingModel(NOVEL, clock, read_s=0.2)
+    bad = ReadingModel(NOVEL, clock, wrong=lambda position: position % 2 == 0, read_s=0.1)
+    run(BlendDrafter({"good": good, "bad": bad}, clock), NOVEL, clock, 300)
+    assert len(good.requests) > 10 * len(bad.requests)
+
+
+def test_a_model_that_stalls_once_drafts_on() -> None:
+    """A paused process or other load took seconds; the worse model drafted for ever then, and the better one rested."""
+    clock = Clock()
+    good, bad = Model(NOVEL, clock), Model(NOVEL, clock, wrong=lambda position: position % 2 == 0)
+    drafter = BlendDrafter({"bad": bad, "good": good}, clock)
+    run(drafter, NOVEL, clock, 200)
+    good.cost_s = 60.0
+    drafter.draft([DraftRequest("x", tuple(NOVEL[:50]), 50, PROMPT, 1, SamplingParams(temperature=0.0), VOCAB)])
+    good.cost_s = 0.005
+    good.requests.clear()
+    bad.requests.clear()
+    run(drafter, NOVEL, clock, 300)
+    assert len(good.requests) > 10 * len(bad.requests)
+
+
 def test_a_model_that_has_nothing_to_say_gives_way_to_the_next() -> None:
     """As one that waits for hidden states that never come."""
     clock = Clock()
