@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -36,6 +37,7 @@ _FIT_S = 30.0  # that a refused worker has when all others are there: a coordina
 _STOP_S = 5.0  # after the drain
 _RESTART_S = 1.0
 _LAST_LINES = 12
+_LOG_BYTES = 64 << 20  # of a service; as much again is kept of what it wrote before
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,14 @@ class Stack:
             self._launch(child)
         return dead
 
+    def shorten_logs(self) -> None:
+        """Begin long logs anew: their services append to them."""
+        for child in self.children:
+            with contextlib.suppress(OSError):  # a full disk, or the system has removed an old file from /tmp
+                if child.log.stat().st_size > _LOG_BYTES:
+                    shutil.copyfile(child.log, child.log.with_suffix(".log.1"))
+                    child.log.write_bytes(b"")
+
     def stop(self) -> None:
         """Send SIGTERM to all at once, and SIGKILL to those that are late; a second Ctrl-C does not wait."""
         running = [child.process for child in self.children if child.process and child.process.poll() is None]
@@ -202,6 +212,7 @@ class Stack:
 
     def _launch(self, child: Child) -> None:
         child.ready.clear()
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # the system removes old folders in /tmp
         # Only coordinators get REDIS_URL, with its password.
         with child.log.open("a") as log:
             child.process = subprocess.Popen(
@@ -335,6 +346,7 @@ def watch(running: Stack, report: Callable[[str], None]) -> None:
     """Restart dead processes until interrupted."""
     while True:
         time.sleep(_RESTART_S)
+        running.shorten_logs()
         for child in running.restart_dead():
             with contextlib.suppress(OSError, SystemExit):  # rich exits where its output is closed: the others go on
                 report(f"{child.name} {child.state}")

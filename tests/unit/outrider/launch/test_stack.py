@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import shutil
 import signal
 import sys
 from contextlib import ExitStack
@@ -223,6 +224,44 @@ def test_a_stage_that_is_not_utf_8_is_no_obstacle(tmp_path: Path) -> None:
     assert child.ready.wait(10)
     assert child.process is not None
     child.process.wait()
+
+
+def test_a_log_of_weeks_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies in /tmp, which may be memory, and a service writes a line for each request."""
+    monkeypatch.setattr("outrider.launch.stack._LOG_BYTES", 1000)
+    log, go_on = tmp_path / "a.log", tmp_path / "go on"
+    code = (
+        "import pathlib, sys, time\nsys.stderr.write('first' * 400)\nprint('progress: ready at x:1', flush=True)\n"
+        f"while not pathlib.Path({str(go_on)!r}).exists():\n time.sleep(0.02)\nsys.stderr.write('second')"
+    )
+    running = Stack(replace(PLAN, port=0), "", tmp_path)
+    child = Child("a", [sys.executable, "-c", code], log, {})
+    running.children += [child, Child("b", [], tmp_path / "gone", {})]
+    running._launch(child)
+    assert child.ready.wait(20)
+    running.shorten_logs()
+    assert not log.read_text()
+    assert log.with_suffix(".log.1").read_text() == "first" * 400
+    go_on.touch()
+    assert child.process is not None
+    child.process.wait()
+    running.shorten_logs()
+    assert log.read_text() == "second"
+
+
+def test_a_service_that_dies_after_its_folder_was_cleaned_away_is_started_again(tmp_path: Path) -> None:
+    """Systems remove from /tmp what was not written to for days."""
+    folder = tmp_path / "outrider-x"
+    folder.mkdir()
+    running = Stack(replace(PLAN, port=0), "", folder)
+    child = Child("a", [sys.executable, "-c", ""], folder / "a.log", {})
+    running.children.append(child)
+    running._launch(child)
+    assert child.process is not None
+    child.process.wait()
+    shutil.rmtree(folder)
+    assert running.restart_dead() == [child]
+    running.stop()
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SystemExit(1)])
