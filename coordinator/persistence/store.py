@@ -141,6 +141,8 @@ class Store:
         """Return the workers recorded with our fleet key within `age_s`; of two at one address only the newest."""
         found: dict[tuple[str, Role], tuple[int, WorkerInfo]] = {}
         async with self.connection.calling():
+            # A Redis that refuses writes, as a full one, has no records of workers that live: it counts as down.
+            await self._redis.set(f"{_PREFIX}:coordinator:{self._owner}", 1, px=int(1000 * age_s))
             async for key in self._redis.scan_iter(match=f"{_PREFIX}:worker:*", count=_SCANNED):
                 fields = await self._read_worker(keys=[key])
                 with contextlib.suppress(Unreadable), self.connection.validating("worker"):

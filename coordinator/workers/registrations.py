@@ -71,9 +71,8 @@ class Registrations:
         self._left[worker_id] = math.inf  # until Redis has removed it too
         await self._workers.drop(worker_id)
         try:
-            await self._store.remove_worker(worker_id)
-        except StoreDown as error:
-            log.debug("worker not removed from redis", worker=worker_id, error=error.message)
+            with suppress(StoreDown):  # which is logged, once
+                await self._store.remove_worker(worker_id)
         finally:
             self._left[worker_id] = time.monotonic()
 
@@ -86,10 +85,9 @@ class Registrations:
     async def synchronise(self) -> None:
         """Add workers that other coordinators have recorded and remove those that no longer report."""
         asked = time.monotonic()
-        try:
+        known: list[WorkerInfo] = []
+        with suppress(StoreDown):  # without Redis, no worker is forgotten
             known = await self._store.workers(self._lost_after_s)
-        except StoreDown:
-            known = []  # without Redis, no worker is forgotten
         for info in known:
             if self._left.get(info.worker_id, 0.0) < asked:  # else the record is older than its end
                 await self._add_recorded(info)

@@ -19,10 +19,14 @@ import redis
 from coordinator.persistence.session_record import SessionRecord, SessionRequest, pack
 from coordinator.persistence.store import Store
 from coordinator.persistence.stored_records import seal_worker
+from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.registrations import Registrations
+from coordinator.workers.worker_pool import WorkerPool
 from outrider.protocol import convert
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import FinishReason, TokenKind, TokenLogprobs
+from outrider.runtime.embedded_redis import embedded_redis
 from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
 from outrider.v1 import coordinator_pb2 as pb
@@ -258,6 +262,29 @@ async def test_one_epoch_has_one_owner(redis_server: Redis) -> None:
     finally:
         await late.connection.close()
         await retried.connection.close()
+
+
+async def test_a_redis_that_refuses_writes_tells_of_no_worker_that_has_left() -> None:
+    """As a full one: records of workers expire there, and coordinators forgot those that reported to another."""
+    info = WorkerInfo("w", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
+    with embedded_redis() as url, redis.Redis.from_url(url) as there:
+        store = Store(url, "mine", 60)
+        registrations = Registrations(WorkerPool(FleetKeys(), 10.0), store, 500)
+        workers = registrations.worker_pool.workers
+        await store.put_worker(info, 60_000)
+        await registrations.synchronise()
+        (known,) = workers
+        there.delete("outrider:worker:w")
+        there.config_set("min-replicas-to-write", 1)
+        known.seen_at -= 60.0
+        await registrations.synchronise()
+        assert list(workers) == [known]
+        assert not store.up
+        there.config_set("min-replicas-to-write", 0)
+        await registrations.synchronise()
+        assert store.up
+        await workers.close()
+        await store.connection.close()
 
 
 async def test_an_older_state_of_redis_brings_no_older_owner_back(redis_server: Redis) -> None:
