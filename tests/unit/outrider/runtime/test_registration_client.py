@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""What a worker leaves open that registers again and again, and what a coordinator may answer."""
-=======
-"""What a worker that registers again and again leaves open, and what it tells."""
->>>>>>> 9cf180a1 (Lines of the log that repeated for ever: errors of two coordinators in turn, polls of /health and /ready)
+"""What a worker leaves open, and tells, that registers again and again, and what a coordinator may answer."""
 
 from __future__ import annotations
 
@@ -70,7 +66,6 @@ async def test_a_registration_that_fails_keeps_no_socket_open_until_the_next_gar
         await server.stop(None)
 
 
-<<<<<<< HEAD
 class _Answering:
     """Answers every registration with these bytes, and counts the reports."""
 
@@ -152,7 +147,8 @@ async def test_a_refusal_is_taken_back(monkeypatch: pytest.MonkeyPatch, capsys: 
         await server.stop(None)
     shown = [line for line in said.splitlines() if line.startswith("progress: ")]
     assert shown == ["progress: not registered: failed_precondition: another vocabulary", "progress: registered"]
-=======
+
+
 async def test_of_several_coordinators_each_tells_its_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker may wait for days, and attempts follow each other twice a second."""
     monkeypatch.setattr(registration_client, "RETRY_S", 0.0)
@@ -176,7 +172,6 @@ async def test_of_several_coordinators_each_tells_its_error_once(monkeypatch: py
         await asyncio.gather(running, return_exceptions=True)
     assert [line["coordinator"] for line in logs] == away
     assert len(shown) == len(away)
->>>>>>> 9cf180a1 (Lines of the log that repeated for ever: errors of two coordinators in turn, polls of /health and /ready)
 
 
 async def _asked(ending: _Ending, times: int) -> None:
