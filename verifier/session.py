@@ -134,9 +134,11 @@ class VerifySession:
 
     def steer(self, steering: VerifySteering) -> None:
         steering.check()
-        for spec in steering.states.specs if steering.states is not None else ():
-            if len({*self._states, spec.number}) > _MAX_STATES or self._states.setdefault(spec.number, spec) != spec:
-                raise InvalidRequest.of("states.number", spec.number, f"one of {_MAX_STATES}, each always of the same")
+        specs = steering.states.specs if steering.states is not None else ()
+        known = {spec.number: spec for spec in specs} | self._states
+        if wrong := [spec.number for spec in specs if known[spec.number] != spec or len(known) > _MAX_STATES]:
+            raise InvalidRequest.of("states.number", wrong[0], f"one of at most {_MAX_STATES}, each with one meaning")
+        self._states = known
         if steering.gamma is not None:
             self.gamma = steering.gamma
         if steering.draft_wait_us is not None:

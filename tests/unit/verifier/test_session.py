@@ -145,6 +145,8 @@ def test_a_number_names_the_same_hidden_states_all_the_time() -> None:
     session.steer(VerifySteering(states=StateSpecs((one,))))
     with pytest.raises(InvalidRequest, match=r"states\.number is 1"):
         session.steer(VerifySteering(gamma=7, states=StateSpecs((other,))))
+    with pytest.raises(InvalidRequest, match=r"states\.number is 1"):
+        session.steer(VerifySteering(states=StateSpecs((StateSpec(number=2, float8=True), other))))
     assert (session.gamma, session.hidden_states.specs) == (0, (one,)), "nothing of it holds"
     session.steer(VerifySteering(states=StateSpecs()))
     session.steer(VerifySteering(states=StateSpecs((one,))))
