@@ -16,6 +16,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from outrider.engine.vllm.attached import client as attached_client
 from outrider.engine.vllm.attached import request as attached_request
 from outrider.engine.vllm.attached import scheduler as attached_scheduler
 from outrider.engine.vllm.attached.client import AttachmentClient, _RequestStream
-from outrider.engine.vllm.attached.draws import OwnDraws, walk
+from outrider.engine.vllm.attached.draws import install, walk
 from outrider.engine.vllm.attached.options import AttachOptions
 from outrider.engine.vllm.attached.request import AttachedRequest, as_plain, drawn_alike, guessed_with
 from outrider.engine.vllm.attached.scheduler import AttachedScheduler
@@ -430,7 +431,7 @@ def test_verdicts_wait_for_the_forward_pass_unless_guesses_are_awaited(monkeypat
         scheduler._report(scheduled, output)
         steering = verify.VerifySteering(plain_steps=plain_steps)
         scheduler._attached["r"].receive(verify.VerifyRequest(steer=steering), scheduler._arrived)
-        scheduler._await_guesses()
+        scheduler._await_guesses(0.0)
         assert len(sent) == at_once, "what was steered during the step counts"
         scheduler.get_grammar_bitmask(scheduled)
         scheduler.get_grammar_bitmask(scheduled)
@@ -460,20 +461,23 @@ def test_nothing_is_guessed_beside_log_probabilities_of_listed_tokens(monkeypatc
     """With a guess in the batch the newer runner verifies all its requests, and returns none of these."""
     monkeypatch.setattr(SilentScheduler, "schedule", lambda _: SimpleNamespace(scheduled_new_reqs=[]))
     scheduler = object.__new__(AttachedScheduler)
-    scheduler._await_guesses = lambda: None  # type: ignore[method-assign]
+    waits: list[float] = []
+    scheduler._await_guesses, scheduler._max_wait_s = waits.append, 0.02  # type: ignore[method-assign]
     each: Any = SimpleNamespace(stream=1, guesses=lambda _: [7])
     states = {"num_computed_tokens": 3, "num_tokens": 4, "num_output_placeholders": 0}
     guessed = SimpleNamespace(request_id="r", **states, **vars(incoming()))
     listed: Any = SimpleNamespace(request_id="w", **vars(incoming(logprob_token_ids=[5])))
     monkeypatch.setattr(attached_scheduler, "decodes", lambda _: True)
     scheduler._attached, scheduler.num_spec_tokens, scheduler.running = {"r": each}, 4, [guessed]
-    for beside, wanted in (({}, [7]), ({"w": listed}, [])):
-        scheduler.requests = {"r": guessed} | beside
+    for newer, beside, wanted in ((True, {}, [7]), (True, {"w": listed}, []), (False, {"w": listed}, [7])):
+        scheduler.use_v2_model_runner, scheduler.requests = newer, {"r": guessed} | beside
         scheduler.schedule()
         assert guessed.spec_token_ids == wanted
+    assert waits == [0.02, 0.0, 0.02], "no step waits for guesses that it does not check"
 
 
-def test_a_budget_of_thoughts_ends_those_of_its_own_request() -> None:
+@pytest.mark.parametrize("guessed", [True, False])
+def test_a_budget_of_thoughts_ends_those_of_its_own_request(guessed: bool) -> None:
     """vLLM's state counts the rows of guesses, and the sampler gets one for each request: others were cut off."""
     from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
@@ -488,12 +492,16 @@ def test_a_budget_of_thoughts_ends_those_of_its_own_request() -> None:
         logits = holder.apply_to_logits(logits, False, [[], [], []])
         return SimpleNamespace(logprobs_tensors=None, sampled_token_ids=logits.argmax(-1, keepdim=True))
 
-    draws = OwnDraws(sample)
+    batch = SimpleNamespace(thinking_budget_state_holder=holder)
+    runner: Any = SimpleNamespace(sampler=sample, rejection_sampler=sample, input_batch=batch)
+    assert install(SimpleNamespace(model_runner=runner)) == "v1"
     plain: Any = SimpleNamespace(num_draft_tokens=[0, 0, 0], draft_token_ids=torch.tensor([], dtype=torch.int32))
     for _ in range(4):
         logits = torch.zeros(3, 10)
         logits[:, 4] = 1.0
-        drawn = draws(plain, None, logits, SimpleNamespace(thinking_budget_state_holder=holder))
+        # Where nothing is guessed in a step, the runner asks its sampler itself.
+        draw = partial(runner.rejection_sampler, plain, None) if guessed else runner.sampler
+        drawn = draw(logits, SimpleNamespace(thinking_budget_state_holder=holder))
         for text, (token,) in zip(texts, drawn.sampled_token_ids.tolist(), strict=True):
             text.append(token)
     assert texts == [[4, 4, 4, 4], [4, 4, 4, 4], [4, 4, 9, 4]]
@@ -508,7 +516,7 @@ def test_a_request_that_waits_takes_no_session(monkeypatch: pytest.MonkeyPatch) 
     more = {"all_token_ids": [1, 2], "num_prompt_tokens": 2, "cache_salt": None}
     waiting: dict[str, Any] = {name: SimpleNamespace(request_id=name, **more, **vars(incoming())) for name in "ab"}
     plain = SimpleNamespace(request_id="c", **more, **vars(incoming(logprobs=1)))
-    scheduler.requests = waiting | {"c": plain}
+    scheduler.requests, scheduler.use_v2_model_runner = waiting | {"c": plain}, False
     for names, wanted in (("", []), ("ac", ["a"]), ("a", ["a"])):  # the newer runner names a resumed one again
         new = [SimpleNamespace(req_id=name) for name in names]
         scheduled = SimpleNamespace(scheduled_new_reqs=new)

@@ -24,6 +24,8 @@ def install(worker: Any) -> str:
     if not hasattr(runner, "req_states"):
         if verifies:
             runner.rejection_sampler = OwnDraws(runner.sampler)
+        if (budgets := runner.input_batch.thinking_budget_state_holder) is not None:
+            budgets.in_spec_mode = False  # in each step the sampler gets one row for each request, as without guesses
         return "v1"
     if verifies:
         runner.rejection_sampler._verify = OwnDrawsOfNewRunner(runner.sampler, runner.num_speculative_steps)
@@ -42,12 +44,9 @@ class OwnDraws:
     def __call__(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling: Any) -> Any:
         from vllm.v1.outputs import SamplerOutput
 
-        if (budgets := sampling.thinking_budget_state_holder) is not None:
-            budgets.in_spec_mode = False  # the sampler gets one row for each request, as without guesses
         counts: list[int] = metadata.num_draft_tokens
         firsts = list(accumulate((1 + count for count in counts), initial=0))[:-1]
-        remaining = iter(metadata.draft_token_ids.tolist())
-        guesses = [[next(remaining) for _ in range(count)] for count in counts]
+        guesses = [each.tolist() for each in metadata.draft_token_ids.cpu().split(counts)]
         committed: list[list[int]] = [[] for _ in counts]
         logprobs = None
         going, depth = list(range(len(counts))), 0

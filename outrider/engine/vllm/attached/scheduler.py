@@ -52,8 +52,9 @@ class AttachedScheduler(SilentScheduler):
         self._ended_at = self._started_at = time.monotonic()  # of the last step, and of this one
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._await_guesses()  # beside guesses the newer runner has no log probabilities of listed tokens
-        listed = any(r.sampling_params and r.sampling_params.logprob_token_ids for r in self.requests.values())
+        requests = self.requests.values() if self.use_v2_model_runner else ()  # with guesses, it drops listed logprobs
+        listed = any(r.sampling_params and r.sampling_params.logprob_token_ids for r in requests)
+        self._await_guesses(0.0 if listed else self._max_wait_s)
         for request in self.running:
             attached = self._attached.get(request.request_id)
             request.spec_token_ids = []
@@ -88,9 +89,9 @@ class AttachedScheduler(SilentScheduler):
             self._send()
         return super()._free_request(request, *args, **kwargs)
 
-    def _await_guesses(self) -> None:
+    def _await_guesses(self, max_wait_s: float) -> None:
         """Send the verdicts that guesses follow, and wait until those that γ control waits for are there."""
-        deadline = self._ended_at + self._max_wait_s
+        deadline = self._ended_at + max_wait_s
         attached = [(each, decodes(r)) for r in self.running if (each := self._attached.get(r.request_id)) is not None]
         while True:
             self._arrived.clear()
