@@ -8,6 +8,7 @@ import os
 import statistics
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,11 +61,25 @@ def test_layers_with_windows_take_blocks_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(RUNNER == "v2", reason="too slow through the interpreter")
-def test_a_cache_smaller_than_the_context_has_room_for_layers_with_windows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("context", [96, 500])
+def test_a_cache_smaller_than_the_context_has_room_for_layers_with_windows(tmp_path: Path, context: int) -> None:
     """vLLM did not start: it wants a whole context, and what the windows of the other layers hold besides."""
-    tiny_model("gemma3_text", {"sliding_window": 64, "head_dim": 32}).save_pretrained(tmp_path)
+    changes = {"sliding_window": 64, "head_dim": 32, "max_position_embeddings": context}
+    tiny_model("gemma3_text", changes).save_pretrained(tmp_path)
     with vllm_target(tmp_path, kv_tokens=64) as (_, loaded):
         assert loaded.core.capacity_tokens >= 64
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="too slow through the interpreter")
+def test_a_cache_takes_no_more_memory_than_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM does not start where less is free than it is told to take: it was told four times as much here."""
+    tiny_model("gemma3_text", {"sliding_window": 64, "head_dim": 32}).save_pretrained(tmp_path)
+    free = 129 * 32 * (2 * 1 * 2 * 32 * 4)  # blocks, their tokens, and keys and values of a layer of each kind
+    node = SimpleNamespace(total_memory=free, available_memory=free)
+    monkeypatch.setattr("vllm.v1.worker.cpu_worker.get_memory_node_info", lambda _: node)
+    with vllm_target(tmp_path, kv_tokens=4096) as (_, loaded):
+        pool = loaded.core._pool
+        assert pool.num_gpu_blocks == 129
 
 
 def memory_mb() -> float:

@@ -25,7 +25,6 @@ _VARIABLES = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-_MAX_VALUE_BYTES = 4  # of a key or value in the cache
 _SLACK = 64  # tokens beyond a session's last: vLLM must not end it
 # vLLM makes room for guesses only where it has a drafter. This one needs no model; the judge silences it.
 _ROOM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 4}
@@ -252,14 +251,15 @@ def _reserve(config: Any, kv_tokens: int) -> None:
 
     text, block = config.model_config.hf_text_config, config.cache_config.block_size
     longest = config.model_config.max_model_len
-    recent = (getattr(text, "sliding_window", None) or longest) + config.scheduler_config.max_num_batched_tokens + block
-    # A token has a block in each group of layers, which vLLM makes of equal size; those with windows keep recent ones.
+    recent = (getattr(text, "sliding_window", None) or longest) + config.scheduler_config.max_num_batched_tokens
+    # A token has a block in each group of layers, all of equal size. Those with windows keep recent ones, and a part.
     kinds = Counter(getattr(text, "layer_types", None) or ["full_attention"])
-    needed = {kind: longest if kind == "full_attention" else min(recent, longest + block) for kind in kinds}
-    most = sum(-(-count // min(kinds.values())) * needed[kind] for kind, count in kinds.items())
-    blocks = 1 + -(-max(kv_tokens, most) // block)
+    needed = {kind: 1 - (-min(recent, longest) // block) for kind in kinds} | {"full_attention": -(-longest // block)}
+    groups = {kind: -(-count // min(kinds.values())) for kind, count in kinds.items()}
+    blocks = 1 + max(-(-kv_tokens // block), sum(number * needed[kind] for kind, number in groups.items()))
     config.cache_config.num_gpu_blocks_override = blocks
     if current_platform.is_cpu():
         model, parallel = config.model_config, config.parallel_config
-        values = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
-        config.cache_config.kv_cache_memory_bytes = blocks * block * values * _MAX_VALUE_BYTES
+        layers = -(-model.get_num_layers(parallel) // sum(groups.values()))  # of a group, and thus of a block
+        values = 2 * layers * model.get_num_kv_heads(parallel) * model.get_head_size()
+        config.cache_config.kv_cache_memory_bytes = blocks * block * values * model.dtype.itemsize
