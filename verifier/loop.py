@@ -9,6 +9,7 @@ sampling history. It advances a session's grammar itself; the event loop does no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +93,8 @@ class VerificationLoop:
                 session.add_guess(replace(guess, source=source))
             except InvalidRequest as error:
                 session.direct = None  # its coordinator ends it, too
+                log.info("guess rejected", error=error.message)
+                self._metrics.guesses_refused.inc()
                 session.outbox.put_nowait(Rejection(error, source))  # one at most, however many are unread
             self._wake.set()
 
@@ -166,12 +169,9 @@ class VerificationLoop:
             self.close(session, PeerLost(f"the target failed: {error}"))
 
     async def _wait(self, seconds: float | None) -> None:
-        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._wake.set)
-        try:
-            await self._wake.wait()
-        finally:
-            if timer is not None:
-                timer.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
 
     def _commit(self, batch: Sequence[ScheduledSession], step: VerifyStep, started: float) -> None:
         """Record a step, commit its tokens and send its verdicts."""
@@ -194,8 +194,8 @@ class VerificationLoop:
                     session.outbox.put_nowait(Rejection(error, 0))
             session.cache_length = result.cache_length
             if result.num_cached_tokens is not None:
-                session.num_cached_tokens = result.num_cached_tokens
-                session.hidden_states.begin(session.num_cached_tokens)
+                session.num_cached_tokens = 0 if session.has_committed else result.num_cached_tokens
+                session.hidden_states.begin(result.num_cached_tokens)
             if result.verified is None:
                 session.waiting_since = time.monotonic()
                 session.hidden_states.add(session.cache_length, result.hidden_states)

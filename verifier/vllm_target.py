@@ -75,7 +75,8 @@ class VllmTarget:
         return VerifyStep(results, int((forward - started) * 1e6), int((time.perf_counter() - started) * 1e6))
 
     def free(self, session: VerifySession) -> None:
-        self._core.scheduler.at_most_cached.pop(session.key, None)
+        for tokens in (self._core.scheduler.at_most_cached, self._core.scheduler.cached_prefix):
+            tokens.pop(session.key, None)
         if session.key in self._known:
             self._known.remove(session.key)
             self._core.abort([session.key])
@@ -169,7 +170,6 @@ def vllm_options(settings: VerifierSettings, model: Path = Path()) -> CoreOption
         message = "pipeline parallelism does not work on vLLM yet: use --tensor-parallel, also over several machines"
         raise StartupError(message, field="pipeline_parallel", value=settings.pipeline_parallel, limit="1")
     device = pick_device(settings.device)
-    on_cpu = device.type == "cpu"
     return CoreOptions(
         model=model,
         dtype=str(pick_dtype(settings.dtype, device)).removeprefix("torch."),
@@ -177,7 +177,7 @@ def vllm_options(settings: VerifierSettings, model: Path = Path()) -> CoreOption
         max_sessions=settings.max_sessions,
         max_prompt_tokens=settings.prefill_rows,
         # On a GPU the cache takes the memory that is free, unless a size is given.
-        kv_tokens=settings.kv_tokens or (KV_TOKENS if on_cpu else None),
+        kv_tokens=settings.kv_tokens or (KV_TOKENS if device.type == "cpu" else None),
         tensor_parallel=settings.tensor_parallel,
         quantization="" if settings.quantization == "none" else settings.quantization,
         gpu_memory_share=settings.gpu_memory,

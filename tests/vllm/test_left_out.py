@@ -6,6 +6,7 @@ import asyncio
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,8 @@ async def test_sessions_that_are_left_out_of_steps_lose_nothing(
         loop, found = loop_over(target), asked(gamma=4)
         assert await run(loop, found, from_truth(texts, "mixed")) == texts
         assert sum(request.accepted for request in found) > 0
+        later = [verdict for request in found for verdict in request.verdicts[1:]]
+        assert not any(verdict.timings.cached_tokens for verdict in later), "its own blocks are no cached prompt"
         assert left_out
         assert bool(preempted) is preempts
         for mine, other in zip(truth, found, strict=True):
@@ -133,4 +136,7 @@ def test_a_preempted_session_that_waits_keeps_no_other_from_beginning(vllm: Vllm
             core.scheduler._preempt_request(preempted, time.monotonic())
     core.step({"waits": PlannedSession(1)})
     assert core.scheduler.computed["waits"].verified is not None, "it goes on where it was"
-    core.abort(["waits", "begins"])
+    for session in (SimpleNamespace(key=name) for name in ("waits", "begins")):
+        vllm._known.add(session.key)
+        vllm.free(session)  # type: ignore[arg-type]
+        assert session.key not in core.scheduler.cached_prefix, "nothing of an ended session is left"

@@ -161,7 +161,8 @@ async def test_a_drafter_in_the_process_takes_verdicts_and_gives_guesses() -> No
 
 async def test_a_bad_guess_of_a_linked_drafter_is_refused_however_many_refusals_are_unread() -> None:
     """The error rose into the loop of the drafter, whose end is that of the process."""
-    loop = VerificationLoop(EngineTarget(MockEngine()), LIMITS, VerifierMetrics("unread"))
+    metrics = VerifierMetrics("unread")
+    loop = VerificationLoop(EngineTarget(MockEngine()), LIMITS, metrics)
     session = opened(loop, "one")
     give = loop.link("one", 1, 3, lambda _: True)
     assert give is not None
@@ -172,6 +173,7 @@ async def test_a_bad_guess_of_a_linked_drafter_is_refused_however_many_refusals_
     assert session.direct is None
     give(Guess(3, 1, 0, (10**9,)))
     assert session.outbox.qsize() == MAX_UNREAD_REPLIES + 2, "its turn is over"
+    assert b'verifier_guesses_refused_total{model_name="unread"} 1.0' in metrics.render()[0]
     loop.stop()
 
 
