@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.engine.vllm import loading
+from outrider.engine.vllm import core, loading
 from outrider.protocol.errors import StartupError
 from tests.vllm.conftest import options
 
@@ -109,7 +110,15 @@ def test_weights_that_vllm_cannot_load_are_told_in_words(model: Path, tmp_path: 
 
 def test_arguments_that_cannot_be_given_are_named(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Of another model the verifier would tell the identity of its target, and a pipeline changes texts."""
-    for given in ("--no-such-flag", "--help", "--model other", "--pipeline-parallel-size 2"):
+    parallel = ("--pipeline-parallel-size 2", "--data-parallel-size 2")
+    for given in ("--no-such-flag", "--help", "--model other", *parallel):
         with pytest.raises(StartupError, match=f"vLLM refuses its settings: .*{given.split()[0]}"):
             loading.load_core(str(model), options(more=given), lambda stage: None)
     assert "usage:" not in "".join(capfd.readouterr()), "a reason, not hundreds of flags"
+
+
+def test_each_worker_judges_all_requests(model: Path) -> None:
+    """vLLM can share the requests of a step out among its workers: of all but the first one's nothing was known."""
+    given = options(more="--enable-batch-sharded-sampling", tensor_parallel=2)
+    config = core._config(replace(given, model=model))
+    assert not config.parallel_config.enable_batch_sharded_sampling

@@ -62,8 +62,7 @@ class VllmCore:
         self._thread = threading.local()
         self._thread.counted = True
         self.layers = tuple(sorted(set(options.layers)))
-        runners = set(self._core.collective_rpc("install_judge"))
-        self.runner: str = runners.pop()
+        self.runner: str = self._core.collective_rpc("install_judge")[0]
         self.config = config
         self._scheduler = self._core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
@@ -204,8 +203,9 @@ def _config(options: CoreOptions) -> Any:
     parser.error = _refuse  # vLLM's prints its usage, and ends the process without the reason
     try:
         given = parser.parse_args([*line, *shlex.split(options.more)])
-        if (given.model, given.pipeline_parallel_size) != (str(options.model), 1):  # another identity, other texts
-            _refuse("--model is --target here, --pipeline-parallel-size is 1")
+        # Another identity, other texts, and a core that waits for others.
+        if (given.model, given.pipeline_parallel_size, given.data_parallel_size) != (str(options.model), 1, 1):
+            _refuse("--model is --target here, --pipeline-parallel-size and --data-parallel-size are 1")
         arguments = EngineArgs.from_cli_args(given)
         arguments.speculative_config = {**_ROOM, "num_speculative_tokens": options.max_guesses}
         arguments.scheduler_cls = "outrider.engine.vllm.scheduler.GuessingScheduler"
@@ -214,6 +214,7 @@ def _config(options: CoreOptions) -> Any:
             arguments.worker_cls = "outrider.engine.vllm.capture.CapturingWorker"
             arguments.additional_config = {**arguments.additional_config, LAYERS: list(options.layers)}
         arguments.async_scheduling = False  # a guess hangs from the verdict of the step before
+        arguments.enable_batch_sharded_sampling = False  # each worker judges all requests
         arguments.disable_log_stats = True
         config = arguments.create_engine_config()
     except Exception as error:
@@ -234,10 +235,9 @@ def _check_layers(config: Any, layers: Sequence[int]) -> None:
     """Raise StartupError unless the model hands out hidden states after these layers."""
     from vllm.model_executor.models.interfaces import supports_eagle3
 
-    cls, architecture = config.model_config.registry.resolve_model_cls(
-        config.model_config.architectures, config.model_config
-    )
-    given, number = ",".join(map(str, layers)), int(config.model_config.hf_text_config.num_hidden_layers)
+    model = config.model_config
+    cls, architecture = model.registry.resolve_model_cls(model.architectures, model)
+    given, number = ",".join(map(str, layers)), int(model.hf_text_config.num_hidden_layers)
     if max(layers) > number:
         raise StartupError(f"the model has {number} layers", field="state_layers", value=given, limit=f"1 to {number}")
     if not supports_eagle3(cls):
