@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -219,9 +220,7 @@ def _read_samples(path: Path, model: PreTrainedModel, dtype: torch.dtype) -> Ite
     for file in sorted(path.glob("*.safetensors")):
         opened = safe_open(file, framework="pt")
         files |= dict.fromkeys(opened.keys(), opened)  # type: ignore[no-untyped-call]
-    stored = _stored_names(model, files)
-    if stored is None:
-        stored = {name: name for name in sorted(files)}
+    stored = _stored_names(model, files) or {name: name for name in sorted(files)}
     for name, where in stored.items():
         part = files[where].get_slice(where)
         shape = tuple(part.get_shape())
@@ -231,12 +230,9 @@ def _read_samples(path: Path, model: PreTrainedModel, dtype: torch.dtype) -> Ite
 def _stored_names(model: PreTrainedModel, files: Mapping[str, Any]) -> dict[str, str] | None:
     """Return the name in the files of each of a model's weights; None: some are not there."""
     found: dict[str, str] = {}
-    # Tied weights are stored once.
-    shared: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in files:
-            shared[id(parameter)] = name
     by_name = dict(model.named_parameters(remove_duplicate=False))
+    # Tied weights are stored once.
+    shared = {id(parameter): name for name, parameter in by_name.items() if name in files}
     for name in model.state_dict():
         where = name if name in files else shared.get(id(by_name.get(name)))
         if where is None:
@@ -247,9 +243,7 @@ def _stored_names(model: PreTrainedModel, files: Mapping[str, Any]) -> dict[str,
 
 def _strided(part: Any, shape: Sequence[int]) -> torch.Tensor:
     """Read evenly spread values of a stored weight, without reading all of it."""
-    num_values = 1
-    for size in shape:
-        num_values *= size
+    num_values = math.prod(shape)
     if len(shape) < 2:
         values: torch.Tensor = part[:] if shape else part[...].reshape(1)
         return values[:: sample_stride(num_values)]

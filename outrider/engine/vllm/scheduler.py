@@ -43,7 +43,6 @@ class GuessingScheduler(SilentScheduler):
         self.at_most_cached: dict[str, int] = {}  # tokens that a new request may find there
         self._find_prefix = self.kv_cache_manager.get_computed_blocks
         self.kv_cache_manager.get_computed_blocks = self._computed_blocks
-        self.num_spec_tokens = 0  # vLLM would pad requests with one new token to this many guesses
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         for request in self.running:
