@@ -93,18 +93,16 @@ class VerificationLoop:
                 session.add_guess(replace(guess, source=source))
             except InvalidRequest as error:
                 session.direct = None  # its coordinator ends it, too
-                log.info("guess rejected", error=error.message)
-                self._metrics.guesses_refused.inc()
-                session.outbox.put_nowait(Rejection(error, source))  # one at most, however many are unread
+                self.reject(session, error, source, bounded=False)  # one at most, however many are unread
             self._wake.set()
 
         return take_guess
 
-    def reject(self, session: VerifySession, error: OutriderError, source: int) -> None:
+    def reject(self, session: VerifySession, error: OutriderError, source: int, *, bounded: bool = True) -> None:
         """Tell a session's peer that a guess or steering message is invalid."""
         log.info("guess rejected", error=error.message)
         self._metrics.guesses_refused.inc()
-        session.reject(error, source)
+        session.reject(error, source, bounded=bounded)
 
     def drain(self) -> None:
         self._draining = True

@@ -234,9 +234,9 @@ class VerifySession:
         self.stalled = False
         return True
 
-    def reject(self, error: OutriderError, source: int) -> None:
+    def reject(self, error: OutriderError, source: int, *, bounded: bool = True) -> None:
         """Send a rejection; raise InvalidRequest if too many replies are unread, since memory must stay bounded."""
-        if self.outbox.qsize() > MAX_UNREAD_REPLIES:
+        if bounded and self.outbox.qsize() > MAX_UNREAD_REPLIES:
             raise InvalidRequest.of("refusals", f"{self.outbox.qsize()} unread", f"at most {MAX_UNREAD_REPLIES}")
         self.outbox.put_nowait(Rejection(error, source))
 
