@@ -110,8 +110,6 @@ async def test_sessions_that_are_left_out_of_steps_lose_nothing(
         loop, found = loop_over(target), asked(gamma=4)
         assert await run(loop, found, from_truth(texts, "mixed")) == texts
         assert sum(request.accepted for request in found) > 0
-        later = [verdict for request in found for verdict in request.verdicts[1:]]
-        assert not any(verdict.timings.cached_tokens for verdict in later), "its own blocks are no cached prompt"
         assert left_out
         assert bool(preempted) is preempts
         for mine, other in zip(truth, found, strict=True):

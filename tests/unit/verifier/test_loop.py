@@ -19,11 +19,12 @@ from outrider.protocol.errors import InvalidRequest, PeerLost, Unavailable
 from outrider.protocol.hidden_states.messages import StateSpec, StateSpecs
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason, Guess, TokenKind, Verdict, VerifySteering
+from verifier.batching import ScheduledSession
 from verifier.engine_target import EngineTarget
 from verifier.limits import SchedulerLimits
 from verifier.loop import VerificationLoop
 from verifier.session import MAX_UNREAD_REPLIES, Ended, Rejection, VerifyOpening, VerifySession
-from verifier.target import TargetFailed
+from verifier.target import TargetFailed, VerifyStep
 
 LIMITS = SchedulerLimits(
     max_sessions=8, max_waiting=0, kv_tokens=4096, prefill_rows=64, prefill_stretch=1.5, guess_rows=8
@@ -273,3 +274,17 @@ async def test_what_the_cache_had_is_counted_once() -> None:
     counted = [line.rpartition(" ") for line in shown.decode().splitlines() if not line.startswith("#")]
     assert [value for name, _, value in counted if "prefix_cache_queries_total" in name] == ["3.0"]
     assert [value for name, _, value in counted if "prefix_cache_hits_total" in name] == ["2.0"]
+
+
+class ReturningTarget(EngineTarget):
+    """A target that finds a session's tokens in its cache in each step, as after a preemption."""
+
+    def step(self, batch: Sequence[ScheduledSession]) -> VerifyStep:
+        done = super().step(batch)
+        return replace(done, results=[each._replace(num_cached_tokens=2) for each in done.results])
+
+
+async def test_what_a_preempted_session_computed_itself_is_no_cached_prompt() -> None:
+    loop = VerificationLoop(ReturningTarget(MockEngine()), LIMITS, VerifierMetrics("returning"))
+    found = await verdicts(loop, opened(loop, "one"), 3)
+    assert [each.timings.cached_tokens for each in found] == [2, 0, 0]
