@@ -40,9 +40,7 @@ _STACK_BYTES = 512 * 1024 * 1024
 _stack = threading.Lock()
 _INTERNALS = re.compile(r"<state>|<non-verbose/>|\n +\d+ \| ")  # state, and the lines around an error
 _NAMED = re.compile(r" // ([\w-]+)\n *\^")  # the comment of the line with the error
-# What llguidance does not survive: numbers that it reads as -2**63 overflow its stack; repetitions take minutes.
-LOWEST, MAX_REPEATED = -9.2e18, 2_000
-_REPEATED = re.compile(r"[^\s*+?][*+?]|\{\d")
+LOWEST = -9.2e18  # llguidance does not survive numbers that it reads as -2**63
 _NEGATIVE = re.compile(r"(?<=[\s:,[])-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")  # numbers in JSON
 _CONSTANTS, _LONG = re.compile(r'"(?:const|enum)"\s*:([^":}]*)'), re.compile(r"(?<![\d.+])\d{16,}(?![\d.eE])")
 _TEXTS = re.compile(r'("(?:const|enum)"\s*:)|"(?:[^"\\]|\\.)*"')
@@ -280,8 +278,6 @@ def _has_limits_left(matcher: LLMatcher) -> bool:
 
 
 def _definition(grammar: Grammar) -> str:
-    if len(_REPEATED.findall(grammar.text)) > MAX_REPEATED:  # the time to compile grows with their square
-        raise ValueError(f"more than {MAX_REPEATED} repetitions")
     if grammar.regex:
         return LLMatcher.grammar_from_regex(grammar.regex)
     text = _TEXTS.sub(r"\1", grammar.text) if grammar.json_schema else grammar.text  # lark hides quotes

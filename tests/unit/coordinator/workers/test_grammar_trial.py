@@ -21,7 +21,10 @@ from outrider.testing.toy_models import byte_tokenizer
 
 ENDS = [256]
 GRAMMAR = Grammar(regex="(yes|no)")
-MINUTES = Grammar(json_schema=json.dumps({"allOf": [{"pattern": f".*a.{{{10 + i}}}"} for i in range(20)]}))
+MINUTES = [
+    Grammar(json_schema=json.dumps({"allOf": [{"pattern": f".*a.{{{10 + i}}}"} for i in range(20)]})),
+    Grammar(regex=".*" * 32_000),
+]
 
 
 def children() -> set[int]:
@@ -33,12 +36,15 @@ def trial() -> GrammarTrial:
     return GrammarTrial(partial(tokenizer_json, byte_tokenizer()), ENDS)
 
 
-def test_one_that_takes_minutes_is_refused_within_seconds_and_others_are_not(trial: GrammarTrial) -> None:
+@pytest.mark.parametrize("minutes", MINUTES, ids=["all of many patterns", "many repetitions"])
+def test_one_that_takes_minutes_is_refused_within_seconds_and_others_are_not(
+    trial: GrammarTrial, minutes: Grammar
+) -> None:
     trial(GRAMMAR)
     servers = children()
     with pytest.raises(InvalidRequest, match="must be compiled within") as refused:
-        trial(MINUTES)
-    assert refused.value.field == "params.grammar.json_schema"
+        trial(minutes)
+    assert refused.value.field == minutes.field
     trial(Grammar(json_object=True))
     assert children() == servers
 
