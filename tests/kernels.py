@@ -14,7 +14,7 @@ from tests.unit.outrider.engine.native import tiles
 
 def main() -> None:
     capabilities = torch.cpu.get_capabilities()
-    for level in ("native", *(level for level, needed in build.LEVELS.items() if capabilities.get(needed))):
+    for level in ("native", *(level for level, needed in build.levels().items() if capabilities.get(needed))):
         build.compile_for(level, home() / "kernels")
     tiles.library()
 

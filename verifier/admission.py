@@ -74,8 +74,10 @@ class Admission:
 
     def admit_waiting(self) -> None:
         """Move sessions from the queue to the running ones while they fit, in order."""
-        while self.waiting and self._fits(self.waiting[0]):
-            session = self.waiting.popleft()
+        while self.waiting and len(self.running) < self._limits.max_sessions:
+            if self.reserved_tokens + self._tokens_to_reserve(session := self.waiting[0]) > self._limits.kv_tokens:
+                break
+            self.waiting.popleft()
             self._metrics.queued.observe(time.monotonic() - session.opened_at)
             self.running[session.id] = session
             self.reserved_tokens += self._tokens_to_reserve(session)
@@ -92,10 +94,6 @@ class Admission:
             left = max(0, most - session.prompt_length - self._limits.guess_rows)
             limit = f"at most {left}: this verifier's cache holds {most} tokens"
             raise InvalidRequest.of("params.max_tokens", session.params.max_tokens, limit)
-
-    def _fits(self, session: VerifySession) -> bool:
-        reserved = self.reserved_tokens + self._tokens_to_reserve(session)
-        return len(self.running) < self._limits.max_sessions and reserved <= self._limits.kv_tokens
 
     def _tokens_to_reserve(self, session: VerifySession) -> int:
         """Return the KV cache, in whole blocks, that a session can come to need: no step finds the cache full."""

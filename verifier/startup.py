@@ -133,7 +133,7 @@ def run(settings: VerifierSettings) -> None:
         serve(settings)
         return
     set_up_logs(settings.log_level, as_json=settings.log_json, service="verifier")
-    command = [sys.executable, "-P", "-m", "verifier", *flags(settings)]
+    command = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "verifier", *flags(settings)]
     with join_ranks(settings.tensor_parallel, settings, command) as rank_group:
         if rank_group.is_leader:
             serve(settings, rank_group)

@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 
 from outrider.protocol.errors import InvalidRequest, Unavailable
 from outrider.protocol.sampling_params import Grammar
 from outrider.speculation.grammar import GrammarCompiler
 
 _SECONDS = 2  # of processor time
-_MEMORY = 4 << 30  # bytes of address space
+_MEMORY = 1 << 30  # bytes of addresses beyond the server's; half of them are the compiler's stack
 
 
 class GrammarTrial:
@@ -77,13 +78,15 @@ def _serve(coordinator: Connection) -> None:
     compiler = GrammarCompiler(lambda: tokenizer, ends)
     with suppress(InvalidRequest):
         compiler.start(Grammar(json_object=True))  # loads the tokenizer
+    known = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
+    most = _MEMORY + known * resource.getpagesize()
     while True:
         grammar = coordinator.recv()
         if (child := os.fork()) == 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
             if resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY:
-                resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+                resource.setrlimit(resource.RLIMIT_AS, (most, most))
             with suppress(InvalidRequest):  # the coordinator finds the same
                 compiler.start(grammar)
             os._exit(0)

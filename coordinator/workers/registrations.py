@@ -37,6 +37,7 @@ class Registrations:
         self._lost_after_s = LOST_AFTER_HEARTBEATS * self._heartbeat_s
         worker_pool.targets.settle_s = self._lost_after_s
         self._verifier_joins = asyncio.Lock()
+        self._down_at = -math.inf  # when Redis did not tell of workers last
         self._left: dict[str, float] = {}  # end of a worker's registration, by worker id
 
     async def admit(self, info: WorkerInfo) -> WorkerConnection:
@@ -86,8 +87,10 @@ class Registrations:
         """Add workers that other coordinators have recorded and remove those that no longer report."""
         asked = time.monotonic()
         known: list[WorkerInfo] = []
-        with suppress(StoreDown):  # without Redis, no worker is forgotten
+        try:
             known = await self._store.workers(self._lost_after_s)
+        except StoreDown:  # no worker is forgotten until their records had the time to come again
+            self._down_at = asked
         for info in known:
             if self._left.get(info.worker_id, 0.0) < asked:  # else the record is older than its end
                 await self._add_recorded(info)
@@ -114,7 +117,7 @@ class Registrations:
             worker_id = connection.info.worker_id
             # One that answers may live: the coordinator that it reports to hangs, or does not reach Redis.
             lost = self._is_late(connection, 1 if connection.is_silent else _ANSWERING)
-            if lost and self._store.up and worker_id not in known:
+            if lost and time.monotonic() - self._down_at > self._lost_after_s and worker_id not in known:
                 await self._workers.drop(worker_id)
 
     def _is_late(self, connection: WorkerConnection, times: int = 1) -> bool:

@@ -83,19 +83,16 @@ class AccuracyTracker:
         if not new:
             return 0
         self._committed = request.committed
-        for name, hit in self._hits(request.tokens, new):
-            for record in records:
-                record[name].hits.add(hit)
+        tokens, known = request.tokens, self._tokens_by_position
+        for name, position in [key for key in known if key[1] < new.stop]:
+            guessed = known.pop((name, position))
+            if position >= new.start and tokens[position - 1] in guessed:
+                for record in records:
+                    record[name].hits.add(tokens[position] in guessed[tokens[position - 1]])
         for name, expected, accepted in self._chain_outcomes(request):
             for record in records:
                 record[name].record_outcome(expected, accepted)
         return len(new)
-
-    def _hits(self, tokens: Sequence[int], new: range) -> Iterator[tuple[str, bool]]:
-        for name, position in [key for key in self._tokens_by_position if key[1] < new.stop]:
-            guessed = self._tokens_by_position.pop((name, position))
-            if position >= new.start and tokens[position - 1] in guessed:
-                yield name, tokens[position] in guessed[tokens[position - 1]]
 
     def _chain_outcomes(self, request: DraftRequest) -> Iterator[tuple[str, float, int]]:
         """Yield drafter, expected and accepted tokens of chains that follow a committed token, once known."""

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from drafter.blend.accuracy import AccuracyTracker, Rate, Record
 from drafter.blend.branch import join
@@ -129,6 +130,7 @@ class BlendDrafter:
                 self.projection = member.projection
         self._records = {name: Record() for name in members}
         self._seconds = {name: Rate() for name in self._models}  # per level of a draft
+        self._first_s: dict[str, float] = {}  # the first time of each, until there is a second one
         self._rest_s: float | None = None  # latest measurement of any session, for new sessions
         self._sessions: dict[str, _SessionState] = {}
 
@@ -175,7 +177,8 @@ class BlendDrafter:
         for pending in session.pending_states.values():
             pending.add(request.hidden_states)
         session.proposer, session.proposal = self._best_proposal(session)
-        session.models = self._rank_models(session)
+        levels, estimate = session.request.max_new_tokens, partial(self._estimate, session)
+        session.models = tuple(sorted(self._models, key=lambda it: estimate(it).with_model(levels), reverse=True))
         session.source = self._choose_source(session)
         return session
 
@@ -214,10 +217,6 @@ class BlendDrafter:
             _DraftSource.MODEL: model_speed,
         }
         return max(speeds, key=lambda source: speeds[source])
-
-    def _rank_models(self, session: _SessionState) -> tuple[str, ...]:
-        levels = session.request.max_new_tokens
-        return tuple(sorted(self._models, key=lambda it: self._estimate(session, it).with_model(levels), reverse=True))
 
     def _estimate(self, session: _SessionState, model: str) -> RoundEstimate:
         request = session.request
@@ -261,8 +260,11 @@ class BlendDrafter:
         reads = any(not self._sessions[request.session].records[model].hits.weight for request in requests)
         known = self._seconds[model]
         if levels and (known.weight or not reads):
-            usual = known.total / known.weight * levels if known.weight else spent
-            known.add(min(spent, _OUTLIER * usual), levels)
+            usual = known.total / known.weight if known.weight else self._first_s.pop(model, None)
+            if usual is None:  # a first time that stood for itself may have been a stall
+                self._first_s[model] = spent / levels
+            else:
+                known.add(min(spent, _OUTLIER * usual * levels), levels)
         return {request.session: draft for request, draft in zip(requests, drafts, strict=True)}
 
     def _model_request(self, session: _SessionState, model: str) -> DraftRequest:

@@ -30,18 +30,13 @@ def drafter(name: str) -> Callable[[FactoryT], FactoryT]:
     return register
 
 
-def _import(name: str) -> None:
-    """Import the module of one kind only: a drafter without a model must not load torch."""
-    module = f"{methods.__name__}.{name.replace('-', '_')}"
-    if name.replace("-", "").isidentifier() and importlib.util.find_spec(module) is not None:
-        importlib.import_module(module)
-
-
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Drafter:
     """Build the drafter of `settings.kind`; several kinds joined by + are blended."""
     names = settings.kind.split("+")
     for name in names:
-        _import(name)
+        module = f"{methods.__name__}.{name.replace('-', '_')}"
+        if name.replace("-", "").isidentifier() and importlib.util.find_spec(module) is not None:
+            importlib.import_module(module)  # of these kinds only: a drafter without a model must not load torch
         if name not in _factories:
             raise StartupError.of("kind", settings.kind, f"one of {', '.join(sorted(drafter_kinds()))}")
     if len(set(names)) < len(names):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
 import signal
@@ -155,7 +156,7 @@ class Stack:
                     if len(workers) >= wanted:
                         return workers
                     refused = [child for child in self.children if child.state.startswith(_REFUSED)]
-                    if len(workers) + len(refused) < wanted:
+                    if len(workers) + sum(1 + ("--own-drafter" in each.command) for each in refused) < wanted:
                         fit_by = time.monotonic() + _FIT_S
                     elif time.monotonic() > fit_by:
                         raise StartupError(f"{refused[0].name} is {refused[0].state}")
@@ -174,7 +175,8 @@ class Stack:
         """Begin long logs anew: their services append to them."""
         for child in self.children:
             with contextlib.suppress(OSError):  # a full disk, or the system has removed an old file from /tmp
-                if child.log.stat().st_size > _LOG_BYTES:
+                # Where the system removed the folder, another user may have made it anew, with links to our files.
+                if self.folder.stat().st_uid == os.getuid() and child.log.stat().st_size > _LOG_BYTES:
                     shutil.copyfile(child.log, child.log.with_suffix(".log.1"))
                     child.log.write_bytes(b"")
 
@@ -213,6 +215,8 @@ class Stack:
     def _launch(self, child: Child) -> None:
         child.ready.clear()
         self.folder.mkdir(mode=0o700, exist_ok=True)  # the system removes old folders in /tmp
+        if self.folder.stat().st_uid != os.getuid():
+            raise StartupError(f"{self.folder} belongs to another user now", field="folder", value=str(self.folder))
         # Only coordinators get REDIS_URL, with its password.
         with child.log.open("a") as log:
             child.process = subprocess.Popen(

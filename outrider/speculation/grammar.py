@@ -40,7 +40,9 @@ _STACK_BYTES = 512 * 1024 * 1024
 _stack = threading.Lock()
 _INTERNALS = re.compile(r"<state>|<non-verbose/>|\n +\d+ \| ")  # state, and the lines around an error
 _NAMED = re.compile(r" // ([\w-]+)\n *\^")  # the comment of the line with the error
-LOWEST = -9.2e18  # llguidance does not survive numbers that it reads as -2**63
+# What llguidance does not survive: numbers that it reads as -2**63 overflow its stack; repetitions take minutes.
+LOWEST, MAX_REPEATED = -9.2e18, 2_000
+_REPEATED, _PATTERN = re.compile(r"[^\s*+?][*+?]|\{\d"), re.compile(r'pattern"\s*:\s*("(?:[^"\\]|\\.)*+")')
 _NEGATIVE = re.compile(r"(?<=[\s:,[])-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")  # numbers in JSON
 _CONSTANTS, _LONG = re.compile(r'"(?:const|enum)"\s*:([^":}]*)'), re.compile(r"(?<![\d.+])\d{16,}(?![\d.eE])")
 _TEXTS = re.compile(r'("(?:const|enum)"\s*:)|"(?:[^"\\]|\\.)*"')
@@ -219,6 +221,7 @@ class GrammarCompiler:
         """Return a matcher of its own at the beginning of the grammar."""
         known = self._known[grammar.lark.startswith(ONE_TEXT)]
         if self._trial and grammar not in known:
+            self._tokenizer = self._tokenizer or self._load(grammar)  # its errors are not the trial's
             self._trial(grammar)
         with self._lock:
             matcher = known.pop(grammar, None)
@@ -278,6 +281,10 @@ def _has_limits_left(matcher: LLMatcher) -> bool:
 
 
 def _definition(grammar: Grammar) -> str:
+    named = grammar.json_schema and "patternProperties" not in grammar.text and "\\u" not in grammar.text
+    text = " ".join(_PATTERN.findall(grammar.text)) if named else grammar.text
+    if len(_REPEATED.findall(text)) > MAX_REPEATED:  # the time to compile, and of later masks, grows with their square
+        raise ValueError(f"more than {MAX_REPEATED} repetitions")
     if grammar.regex:
         return LLMatcher.grammar_from_regex(grammar.regex)
     text = _TEXTS.sub(r"\1", grammar.text) if grammar.json_schema else grammar.text  # lark hides quotes

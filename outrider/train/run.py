@@ -230,13 +230,13 @@ def _by_kind(prompts: Sequence[TrainingPrompt], examples: Sequence[Example]) -> 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder for one training run."""
+    """Lock a folder for one training run, and remove what runs that were killed left unfinished."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise StartupError(f"another training run uses {folder}", field="out", value=str(folder)) from error
-        for unfinished in folder.glob(f".*.{'[0-9a-f]' * 16}"):  # of a run that was killed
+        for unfinished in {*folder.glob(f".{loop.CHECKPOINT}.*"), *folder.glob(f".*.{'[0-9a-f]' * 16}")}:
             unfinished.unlink()
         yield

@@ -23,7 +23,7 @@ _APART: dict[str, tuple[Sequence[str], int]] = {
     "lines of training in published formats": (("outrider/train/published/",), 705),
     "lines of formats beside tools": (("coordinator/api/http/agents/formats.py",), 70),
     "lines of the agents' API": (("coordinator/api/http/agents/",), 1_640),
-    "lines of a grammar's trial": (("coordinator/workers/grammar_trial.py",), 95),
+    "lines of a grammar's trial": (("coordinator/workers/grammar_trial.py",), 98),
     "lines of several targets": (("coordinator/workers/targets/", "outrider/launch/targets.py"), 300),
     "lines of limits per model": (("coordinator/admission/model_limits.py",), 110),
     "lines of priorities and deadlines": (("coordinator/admission/waiting/",), 370),

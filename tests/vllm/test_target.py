@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +74,13 @@ def from_truth(truth: Sequence[Sequence[int]], style: str) -> Drafter:
         return [token if i < fails_at else (token + 7) % VOCAB for i, token in enumerate(right)]
 
     return draft
+
+
+def test_processes_of_vllm_run_no_modules_of_the_folder_that_they_start_in(vllm: VllmTarget, tmp_path: Path) -> None:
+    """The first start of a model runs one of vLLM's modules by its name."""
+    (tmp_path / "found.py").touch()
+    done = subprocess.run([sys.executable, "-m", "found"], cwd=tmp_path, capture_output=True, check=False)
+    assert b"No module named found" in done.stderr
 
 
 async def test_any_guesses_give_the_text_of_none_and_of_our_own_engine(vllm: VllmTarget, own: EngineTarget) -> None:

@@ -132,7 +132,7 @@ class Seats:
                 self._leave((priority, tenant), seat)
             if not usage.seats and not usage.waiting:
                 self._tenants.pop(tenant, None)
-            self._admit()
+            asyncio.get_running_loop().call_soon(self._admit)  # one that lost its verifier comes again before that
 
     def _admit(self) -> None:
         """Admit waiting sessions while there is capacity."""

@@ -45,8 +45,8 @@ class TextHistories:
             pause = POLL_ALONE_S if len(tokens) > paid or text.may_copy else min(POLL_S, 2 * pause)
             if (paid := len(tokens)) >= text.due:
                 text.read(tokens)
-            least = judged[1] if text.kind == judged[0] else 99
-            before, judged = judged, (text.kind, min(least, int(session.other_sessions.value).bit_length()))
+            least, load = judged[1] if text.kind == judged[0] else 99, int(session.other_sessions.value).bit_length()
+            before, judged = judged, (text.kind, min(least, load if session.shared else 99))
             if session.shared and judged != before:
                 self.start(own, session.pair, alone=True)
                 if pay():

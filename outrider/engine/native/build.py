@@ -25,9 +25,8 @@ from outrider.base.config import home
 _FOLDER = Path(__file__).parent
 _AHEAD = _FOLDER / "built"
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
+# Instruction sets that are compiled ahead, best first, with torch's name of the capability that each needs.
 _LEVELS = {"x86_64": {"x86-64-v4": "avx512_bw", "x86-64-v3": "avx2"}, "aarch64": {"armv8-a": ""}}
-# The instruction sets here that are compiled ahead, best first, with torch's name of the capability that each needs.
-LEVELS = _LEVELS.get(platform.machine(), {})
 
 
 class NoCompiler(Exception):
@@ -100,8 +99,13 @@ def compile_for(march: str, into: Path, *flags: str) -> Path:
     return target
 
 
+def levels() -> dict[str, str]:
+    """Return the instruction sets of this processor family that are compiled ahead."""
+    return _LEVELS.get(platform.machine(), {})
+
+
 def _built_ahead() -> Path | None:
-    for level, needed in LEVELS.items():
+    for level, needed in levels().items():
         built = _AHEAD / f"kernels-{level}-{_digest(level)}.so"
         if built.exists() and (not needed or torch.cpu.get_capabilities().get(needed)):
             return built
@@ -129,7 +133,7 @@ def _processor() -> str:
 def main() -> None:
     """Compile for every level of this processor family, into the package or a directory."""
     into = Path(sys.argv[1]) if len(sys.argv) > 1 else _AHEAD
-    for level in LEVELS or ("native",):
+    for level in levels() or ("native",):
         compile_for(level, into)
 
 

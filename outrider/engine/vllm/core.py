@@ -24,6 +24,7 @@ _VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "PYTHONSAFEPATH": "1",  # processes of vLLM run no modules of the folder that they start in
 }
 _SLACK = 64  # tokens beyond a session's last: vLLM must not end it
 # vLLM makes room for guesses only where it has a drafter. This one needs no model; the judge silences it.

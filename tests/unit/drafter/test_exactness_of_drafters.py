@@ -391,9 +391,9 @@ def watched(kind: type[GuessTree]) -> type[GuessTree]:
             self.late: set[Node] = set()
 
         def _add_node(self, guess: Guess, *place: Any) -> Node | None:
-            size = len(self)
+            size = self._size
             node: Node | None = super()._add_node(guess, *place)
-            if node is not None and len(self) > size and guess.position < len(self._committed):
+            if node is not None and self._size > size and guess.position < len(self._committed):
                 self.late.add(node)
             return node
 

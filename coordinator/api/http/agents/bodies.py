@@ -38,7 +38,9 @@ class Function(Body):
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
         given = self.parameters or {"properties": {}, "additionalProperties": False}
-        return {"x-guidance": {"lenient": not self.strict}, "type": "object", **given}
+        own = given.get("x-guidance")
+        options = {"lenient": not self.strict, **own} if isinstance(own, dict) else own or {"lenient": not self.strict}
+        return {"type": "object", **given, "x-guidance": options}
 
 
 class Tool(Body):

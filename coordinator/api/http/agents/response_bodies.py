@@ -44,7 +44,7 @@ def _joined(content: str | list[ItemText]) -> str:
 
 class _Item(Body):
     id: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
-    status: str | None = Field(None, description="Ignored.")
+    status: str | None = Field(None, max_length=64, description="Ignored.")
 
 
 class MessageItem(_Item):
@@ -147,7 +147,7 @@ class TextOptions(Body):
 
 class ReasoningOptions(Body):
     effort: chats.Effort | None = None
-    summary: str | None = Field(None, description="Ignored: reasoning is sent as it is.")
+    summary: str | None = Field(None, max_length=64, description="Ignored: reasoning is sent as it is.")
 
 
 class ResponsesBody(GenerationBody):
@@ -173,7 +173,7 @@ class ResponsesBody(GenerationBody):
         None, description="Ignored: reasoning is sent as it is."
     )
     max_tool_calls: int | None = Field(None, description="Ignored: it is for built-in tools.")
-    client_metadata: dict[str, Any] | None = Field(None, description="Ignored: Codex labels its requests by it.")
+    client_metadata: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored: Codex's labels.")
 
     @model_validator(mode="after")
     def _whole(self) -> ResponsesBody:

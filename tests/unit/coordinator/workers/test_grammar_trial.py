@@ -9,8 +9,11 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from coordinator.workers.grammar_trial import GrammarTrial
 from outrider.models.tokenizer import tokenizer_json
@@ -21,9 +24,10 @@ from outrider.testing.toy_models import byte_tokenizer
 
 ENDS = [256]
 GRAMMAR = Grammar(regex="(yes|no)")
+DEFINED = {str(i): {"pattern": f".*b.{{{8 + i}}}"} for i in range(16)}
 MINUTES = [
     Grammar(json_schema=json.dumps({"allOf": [{"pattern": f".*a.{{{10 + i}}}"} for i in range(20)]})),
-    Grammar(regex=".*" * 32_000),
+    Grammar(json_schema=json.dumps({"allOf": [{"$ref": f"#/$defs/{i}"} for i in range(16)], "$defs": DEFINED})),
 ]
 
 
@@ -36,7 +40,7 @@ def trial() -> GrammarTrial:
     return GrammarTrial(partial(tokenizer_json, byte_tokenizer()), ENDS)
 
 
-@pytest.mark.parametrize("minutes", MINUTES, ids=["all of many patterns", "many repetitions"])
+@pytest.mark.parametrize("minutes", MINUTES, ids=["all of many patterns", "by their names"])
 def test_one_that_takes_minutes_is_refused_within_seconds_and_others_are_not(
     trial: GrammarTrial, minutes: Grammar
 ) -> None:
@@ -53,6 +57,13 @@ def test_an_error_is_left_to_the_compiler(trial: GrammarTrial) -> None:
     compiler = GrammarCompiler(partial(tokenizer_json, byte_tokenizer()), ENDS, trial)
     with pytest.raises(InvalidRequest, match="unclosed group"):
         compiler.compile(SamplingParams(grammar=Grammar(regex="(")))
+
+
+def test_a_tokenizer_of_unknown_bytes_is_told_as_such() -> None:
+    tokenizer = partial(tokenizer_json, cast(PreTrainedTokenizerBase, SimpleNamespace()))
+    compiler = GrammarCompiler(tokenizer, ENDS, GrammarTrial(tokenizer, ENDS))
+    with pytest.raises(InvalidRequest, match="are unknown"):
+        compiler.compile(SamplingParams(grammar=GRAMMAR))
 
 
 def test_only_new_grammars_are_tried() -> None:

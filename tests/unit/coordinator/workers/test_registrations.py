@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.store import Store
 from coordinator.workers import registrations as module
 from coordinator.workers.fleet_keys import FleetKeys
@@ -42,6 +43,8 @@ class SlowStore:
         self.records.pop(worker_id, None)
 
     async def workers(self, max_age_s: float) -> list[WorkerInfo]:
+        if not self.up:
+            raise StoreDown("away")
         found = list(self.records.values())
         self.asked.set()
         await self.answer.wait()
@@ -265,6 +268,9 @@ async def test_without_redis_no_worker_is_forgotten(store: SlowStore, prompt: Re
     await prompt.synchronise()
     assert prompt.worker_pool.connections() == [connection]
     store.up = True
+    await prompt.synchronise()
+    assert prompt.worker_pool.connections() == [connection], "its record may have expired there, and be on its way"
+    prompt._down_at -= 60.0
     await prompt.synchronise()
     assert not prompt.worker_pool.connections()
 

@@ -278,6 +278,23 @@ def test_a_model_is_not_judged_by_the_time_in_which_it_reads_a_prompt() -> None:
     assert len(good.requests) > 10 * len(bad.requests)
 
 
+@pytest.mark.parametrize("call", range(2, 10))
+def test_a_model_that_stalls_in_one_of_its_first_drafts_drafts_on(call: int) -> None:
+    """As where a kernel is compiled in the first step of decoding."""
+    clock = Clock()
+    good, bad = Model(NOVEL, clock), Model(NOVEL, clock, wrong=lambda position: position % 2 == 0)
+    costs = [0.005] * (call - 1) + [2.0]
+    draft = good.draft
+
+    def stalling(requests: Sequence[DraftRequest]) -> list[Guess]:
+        good.cost_s = costs.pop(0) if costs else 0.005
+        return draft(requests)
+
+    good.draft = stalling  # type: ignore[method-assign]
+    run(BlendDrafter({"good": good, "bad": bad}, clock), NOVEL, clock, 300)
+    assert len(good.requests) > 10 * len(bad.requests)
+
+
 def test_a_model_that_stalls_once_drafts_on() -> None:
     """A paused process or other load took seconds; the worse model drafted for ever then, and the better one rested."""
     clock = Clock()

@@ -30,6 +30,7 @@ from outrider.launch.stack import (
 from outrider.launch.targets import TargetPlan
 from outrider.protocol.errors import Expired, StartupError
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.settings.verifier import VerifierSettings
 from tests.certificates import Authority, Certificate
 from tests.cluster import until
 
@@ -193,6 +194,21 @@ def test_a_worker_that_fits_nothing_is_told(starting: bool, tmp_path: Path, monk
             started.wait_workers("127.0.0.1:5", 2, lambda _: None)
 
 
+def test_a_verifier_that_fits_nothing_is_told_as_is_its_own_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = ExitStack()
+    coordinator.server = lambda: SimpleNamespace(workers=[])  # type: ignore[attr-defined]
+    monkeypatch.setattr("outrider.launch.stack.Client", lambda *_, **__: coordinator)
+    monkeypatch.setattr("outrider.launch.stack._FIT_S", 0.15)
+    started = Stack(replace(PLAN, port=0), "", tmp_path)
+    spec = ServiceSpec("verifier-1", "verifier", VerifierSettings(own_drafter="eagle"))
+    state = "not registered: another target"
+    started.children = [Child(spec.name, spec.command, tmp_path / "a.log", {}, address="here:1001", state=state)]
+    with pytest.raises(StartupError, match="verifier-1 is not registered: another target"):
+        started.wait_workers("127.0.0.1:5", 2, lambda _: None)
+
+
 def verifier(name: str, text: str) -> WorkerInfo:
     return WorkerInfo(worker_id=name, role=Role.VERIFIER, address="a:1", model=ModelInfo(name, text))
 
@@ -262,6 +278,24 @@ def test_a_service_that_dies_after_its_folder_was_cleaned_away_is_started_again(
     shutil.rmtree(folder)
     assert running.restart_dead() == [child]
     running.stop()
+
+
+def test_what_another_user_put_in_place_of_the_folder_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the system has removed it from /tmp, its name is free, and a link there may lead to any of our files."""
+    monkeypatch.setattr("outrider.launch.stack._LOG_BYTES", 1000)
+    ours, folder = tmp_path / "ours", tmp_path / "outrider-x"
+    ours.write_text("x" * 4000)
+    folder.mkdir()
+    (folder / "a.log").symlink_to(ours)
+    running = Stack(replace(PLAN, port=0), "", folder)
+    running.children.append(child := Child("a", [sys.executable, "-c", ""], folder / "a.log", {}))
+    monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
+    running.shorten_logs()
+    with pytest.raises(StartupError, match="belongs to another user"):
+        running._launch(child)
+    assert ours.read_text() == "x" * 4000
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SystemExit(1)])

@@ -156,6 +156,30 @@ async def test_a_restart_of_the_only_verifier_lets_nobody_in_out_of_turn(monkeyp
     await crowd.cancel()
 
 
+async def test_those_that_lose_the_only_verifier_keep_their_turn() -> None:
+    """Each left its seat before it came again, and one that had not begun took it."""
+    seats = Seats(lambda: room, several=lambda: True)
+    room, inside, over = Capacity(2, 100), list[str](), asyncio.Event()
+
+    async def one(name: str, lost: asyncio.Event | None) -> None:
+        if lost is not None:
+            async with seats.taken(f"key {name}", 1):
+                await lost.wait()
+        async with seats.taken(f"key {name}", 1, resumed=lost is not None):
+            inside.append(name)
+            await over.wait()
+
+    lost = asyncio.Event()
+    tasks = [asyncio.create_task(one(f"{n}", lost if n < 2 else None)) for n in range(4)]
+    await asyncio.sleep(0.01)
+    room = Capacity(0, 0)
+    lost.set()
+    await asyncio.sleep(0.01)
+    assert inside == ["0", "1"]
+    over.set()
+    await asyncio.gather(*tasks)
+
+
 async def test_one_that_lost_its_verifier_does_not_wait_behind_those_that_have_yet_to_begin() -> None:
     crowd = Crowd(Capacity(8, 0))
     await crowd.come("greedy", 20)

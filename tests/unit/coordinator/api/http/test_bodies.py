@@ -140,7 +140,7 @@ async def test_a_large_body_takes_no_memory_while_its_answer_is_written(kind: ty
         given = {"messages": [{"role": "user", "content": "Hi.", "parsed": many}], "prediction": many}
     elif kind is ResponsesBody:
         item = {"type": "output_text", "text": "Hi.", "annotations": [many]}
-        given = {"input": [{"role": "assistant", "content": [item], "id": text}]}
+        given = {"input": [{"role": "assistant", "content": [item], "id": text}], "client_metadata": many}
     asked = request(json.dumps({**given, **labels}).encode())
     tracemalloc.start()
     body = await read_body(asked, kind)

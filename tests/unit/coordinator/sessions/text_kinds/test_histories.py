@@ -208,6 +208,23 @@ async def test_beside_others_a_drafter_waits_until_they_have_left(chats: Answeri
     await asyncio.wait_for(waiting.task, 5.0)
 
 
+async def test_one_that_was_alone_with_a_debt_is_judged_when_others_come() -> None:
+    pair = Answering()
+    await pair.begin(SHORT)
+    pair.check(accepted=4)
+    pair.session.gain(-4.0)
+    pair.histories.remember(pair.own, pair.session, alone=True, reading=READING)
+    waiting = Waiting(others=0)
+    await waiting.begin(pair)
+    await asyncio.sleep(0.05)
+    assert (waiting.task.done(), waiting.asked) == (False, 0), "its kind has a debt"
+    waiting.session.attach_verifier(CostCurve.line(20.0, 1.0), 3)
+    async with asyncio.timeout(5.0):
+        while not waiting.asked:
+            await asyncio.sleep(0.01)
+    waiting.task.cancel()
+
+
 async def test_beside_others_a_drafter_begins_when_the_answer_copies(chats: Answering) -> None:
     waiting = Waiting(others=7)
     await waiting.begin(chats)

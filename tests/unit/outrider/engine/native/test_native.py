@@ -168,7 +168,7 @@ def test_activations_far_out_are_what_torch_makes_of_them(activation: str) -> No
     assert torch.allclose(found, truth, rtol=1e-3, atol=1e-3 * float(truth.abs().max()))
 
 
-LEVELS = [level for level, needed in build.LEVELS.items() if torch.cpu.get_capabilities().get(needed)]
+LEVELS = [level for level, needed in build.levels().items() if torch.cpu.get_capabilities().get(needed)]
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "gpt2": lambda: SHAPES["biases and learnt positions"],

@@ -243,6 +243,7 @@ def test_keywords_that_grammars_lack_are_refused_of_strict_tools_only(
         return target.grammars.compile(request.params).count_allowed(text) == len(text)
 
     assert allowed({"n": 1})
+    assert allowed({"n": 1}, parameters={**schema, "x-guidance": {"whitespace_pattern": "[ ]"}})
     assert not allowed({"n": "x"}), "what grammars have still holds"
     with pytest.raises(InvalidRequest):
         allowed({"n": 1}, strict=True)
