@@ -176,7 +176,7 @@ class Stack:
         for child in self.children:
             with contextlib.suppress(OSError):  # a full disk, or the system has removed an old file from /tmp
                 # Where the system removed the folder, another user may have made it anew, with links to our files.
-                if self.folder.stat().st_uid == os.getuid() and child.log.stat().st_size > _LOG_BYTES:
+                if self.folder.lstat().st_uid == os.getuid() and child.log.stat().st_size > _LOG_BYTES:
                     shutil.copyfile(child.log, child.log.with_suffix(".log.1"))
                     child.log.write_bytes(b"")
 
@@ -215,7 +215,7 @@ class Stack:
     def _launch(self, child: Child) -> None:
         child.ready.clear()
         self.folder.mkdir(mode=0o700, exist_ok=True)  # the system removes old folders in /tmp
-        if self.folder.stat().st_uid != os.getuid():
+        if self.folder.lstat().st_uid != os.getuid():
             raise StartupError(f"{self.folder} belongs to another user now", field="folder", value=str(self.folder))
         # Only coordinators get REDIS_URL, with its password.
         with child.log.open("a") as log:

@@ -42,7 +42,7 @@ _INTERNALS = re.compile(r"<state>|<non-verbose/>|\n +\d+ \| ")  # state, and the
 _NAMED = re.compile(r" // ([\w-]+)\n *\^")  # the comment of the line with the error
 # What llguidance does not survive: numbers that it reads as -2**63 overflow its stack; repetitions take minutes.
 LOWEST, MAX_REPEATED = -9.2e18, 2_000
-_REPEATED, _PATTERN = re.compile(r"[^\s*+?][*+?]|\{\d"), re.compile(r'pattern"\s*:\s*("(?:[^"\\]|\\.)*+")')
+_REPEATED, _PATTERN = re.compile(r"[^*+?][*+?]|\{\d"), re.compile(r'(?:pattern|separator)"\s*:\s*("(?:[^"\\]|\\.)*+")')
 _NEGATIVE = re.compile(r"(?<=[\s:,[])-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")  # numbers in JSON
 _CONSTANTS, _LONG = re.compile(r'"(?:const|enum)"\s*:([^":}]*)'), re.compile(r"(?<![\d.+])\d{16,}(?![\d.eE])")
 _TEXTS = re.compile(r'("(?:const|enum)"\s*:)|"(?:[^"\\]|\\.)*"')

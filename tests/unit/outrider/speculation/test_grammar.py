@@ -396,6 +396,8 @@ HIDDEN = r'{"grammars": [{"lark_grammar": "start: %json {\"enum\": [\u002d922337
     [
         f"lark={HIDDEN!r}",
         "regex='.*' * 32_000",
+        "regex=' ?' * 9_000",
+        "json_schema='{\"x-guidance\": {\"item_separator\": \"' + 'a?' * 9_000 + '\"}}'",
         "json_schema='{\"pattern\": \"' + 'a?' * 9_000 + '\"}'",
         "json_schema='{\"\\\\u0070attern\": \"' + 'a?' * 9_000 + '\"}'",
         "json_schema='{\"patternProperties\": {\"' + 'a?' * 9_000 + '\": {}}}'",
