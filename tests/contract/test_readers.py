@@ -163,7 +163,8 @@ async def test_one_request_asks_for_so_many_answers_at_most(small: Home) -> None
 
 async def test_the_message_of_a_request_is_not_kept_while_its_answer_is_written(small: Home) -> None:
     """Fields that are not known, of thirty megabytes, count for no limit of prompts."""
-    data = ask("Nothing of this is kept.", **LONG).SerializeToString()
+    prompt = "Nothing of this is kept."
+    data = ask(prompt, **LONG).SerializeToString()
     async with grpc.aio.insecure_channel(small.coordinator) as channel:
         with slowed(small.loaded, 0.01):
             opened: Any = channel.unary_stream("/outrider.v1.Outrider/Generate")
@@ -171,6 +172,7 @@ async def test_the_message_of_a_request_is_not_kept_while_its_answer_is_written(
             for _ in range(3):
                 assert await call.read()
             assert going(small) == 1
-            assert not [one for one in gc.get_objects() if isinstance(one, pb.GenerateRequest)]
+            kept = (one for one in gc.get_objects() if isinstance(one, pb.GenerateRequest))
+            assert not [one for one in kept if one.prompt == prompt], "those of earlier tests are of no interest"
             call.cancel()
     assert await soon(lambda: not going(small), 5)
