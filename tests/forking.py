@@ -53,6 +53,7 @@ class _Server:
             [sys.executable, "-m", "tests.forking", *self._libraries],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},  # vLLM is here, too
             text=True,
         )
         atexit.register(self._stop, process)
