@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(240)
 
 PROMPTS = (
     {"kind": "chat", "prompt": "one two three one two three one two"},
-    {"kind": "echo", "prompt": "abcabcabcabc"},
+    {"kind": "echo", "prompt": "again and again and again"},  # its answers are long enough to have a speed
 )
 MODES = ("greedy", "coupled", "block")
 
