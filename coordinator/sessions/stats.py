@@ -72,7 +72,7 @@ class RequestStats:
             },
         )
         self._resumes = bool(record.tokens)
-        if record.epoch == 1:  # a resumed request was counted where it started
+        if record.epoch == 1 and not self._resumes:  # a resumed request was counted where it started
             self._metrics.prompt_tokens.inc(len(request.prompt))
 
     def record_drafter(self, source: int, kind: str) -> None:

@@ -5,21 +5,34 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx2 as httpx
 import pytest
 import pytest_asyncio
 
+from coordinator.api.preprocess import admission
 from coordinator.api.service import CoordinatorService
+from coordinator.control.throughput_model import Mode
+from coordinator.persistence.session_record import SessionRecord, SessionRequest
+from coordinator.sessions.stats import RequestStats
+from coordinator.workers.choosers import NoVerifier
+from coordinator.workers.target import Target
+from coordinator.workers.targets.known_targets import KnownTargets, ModelNames
 from outrider.base.aio import until as soon
 from outrider.engine.loading.loader import LoadedModel
-from outrider.protocol.errors import Overloaded
+from outrider.observability.metrics import CoordinatorMetrics
+from outrider.observability.tracing import OFF
+from outrider.protocol.errors import OutriderError, Overloaded, Unavailable
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import FinishReason
 from outrider.settings.coordinator import CoordinatorSettings
 from tests.cluster import Redis, ask, client, free_port, generate, in_process
 from tests.contract.conftest import slowed, verifier_serving
 from tests.contract.test_observability import PROMPT, Page, Watched, expressions
 
-_RATE = re.compile(r"sum\(rate\((?P<name>\w+)(?P<labels>\{[^}]*\})?\[\w+\]\)\)")
+_RATE = re.compile(r"sum(?: by \((?P<by>\w+)\))? ?\(rate\((?P<name>\w+)(?P<labels>\{[^}]*\})?\[[$\w]+\]\)\)")
 _ABOVE = re.compile(r"(?P<name>outrider_\w+) > (?P<limit>[\d.]+)")
 _MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
 _FEW_TOKENS = 512  # of the verifier's cache
@@ -31,23 +44,89 @@ def expression_of(alert: str) -> str:
 
 def fires(alert: str, before: Page, after: Page) -> bool:
     """Evaluate an alert of sums of rates, by how much the counters grew."""
+    return bool(firing(alert, before, after))
+
+
+def firing(alert: str, before: Page, after: Page) -> list[str]:
+    """Return the models for which an alert fires, an empty name where it does not tell them apart."""
+    expression = expression_of(alert)
+    by = {selector["by"] for selector in _RATE.finditer(expression)}
+    models = {sample.labels.get("model_name", "") for sample in after.samples} if by == {"model_name"} else {""}
+    return [model for model in sorted(models) if evaluate(expression, before, after, model)]
+
+
+def evaluate(expression: str, before: Page, after: Page, model: str = "") -> float:
+    """Return an expression's value for a model, or for all; without a request it is nothing that any alert is above."""
 
     def growth(selector: re.Match[str]) -> str:
-        return str(selected(after, selector) - selected(before, selector))
+        return str(selected(after, selector, model) - selected(before, selector, model))
 
-    return bool(eval(f"({_RATE.sub(growth, expression_of(alert))})"))
+    try:
+        return float(eval(f"({_RATE.sub(growth, expression)})"))
+    except ZeroDivisionError:
+        return 0.0
 
 
-def selected(page: Page, selector: re.Match[str]) -> float:
-    matchers = _MATCHER.findall(selector["labels"] or "")
+def selected(page: Page, selector: re.Match[str], model: str) -> float:
+    matchers = [*_MATCHER.findall(selector["labels"] or ""), *([("model_name", "=", model)] if model else ())]
     samples = [sample for sample in page.samples if sample.name == selector["name"]]
-    assert samples
-    fitting = (s for s in samples if all(matches(s.labels[label], *wanted) for label, *wanted in matchers))
+    assert samples or not page.samples
+    fitting = (s for s in samples if all(matches(s.labels.get(label, ""), *wanted) for label, *wanted in matchers))
     return sum(sample.value for sample in fitting)
 
 
 def matches(value: str, operator: str, wanted: str) -> bool:
     return (re.fullmatch(wanted if "~" in operator else re.escape(wanted), value) is None) == ("!" in operator)
+
+
+def exported(metrics: CoordinatorMetrics) -> Page:
+    return Page.of(metrics.render()[0])
+
+
+def ended(metrics: CoordinatorMetrics, model: str, error: OutriderError | None = None, **record: Any) -> None:
+    """Let a request end, finished if there is no error."""
+    stats = RequestStats(metrics.of(model))
+    given = {"finish_reason": FinishReason.NONE if error else FinishReason.STOP} | record
+    request = SessionRecord("s", SessionRequest((1, 2), SamplingParams(seed=1)), **given)
+    stats.start(request, OFF, model)
+    stats.finish(request, error)
+
+
+def test_a_model_of_which_all_requests_fail_is_told_beside_a_busy_one() -> None:
+    """Its verifiers have left; its requests are one in a hundred of all."""
+    metrics = CoordinatorMetrics(Mode)
+    for model in ("busy", "small", "idle"):
+        metrics.of(model)
+    before = exported(metrics)
+    for _ in range(99):
+        ended(metrics, "busy")
+    ended(metrics, "small", NoVerifier("no verifier has been available for 30 s"))
+    assert firing("OutriderRequestsFail", before, exported(metrics)) == ["small"]
+
+
+def test_a_model_that_never_registered_is_told() -> None:
+    """The default model's verifiers did not come up, another model's did: its requests are refused and none fails."""
+    metrics, targets = CoordinatorMetrics(Mode), KnownTargets(ModelNames.read("", "big", ""))
+    nothing: Any = None
+    targets.add(Target(ModelInfo("small", "f"), nothing, nothing, nothing, "f"), lambda _: [1])
+    metrics.of("small")
+    before = exported(metrics)
+    with pytest.raises(Unavailable), admission(metrics):
+        targets.named("")
+    after = exported(metrics)
+    assert not fires("OutriderRequestsFail", before, after)
+    assert fires("OutriderModelMissing", before, after)
+
+
+def test_a_resumed_request_is_shown_as_one() -> None:
+    """The stream that its client lost is shown as abandoned, in a panel of its own."""
+    metrics = CoordinatorMetrics(Mode)
+    metrics.of("m")
+    before = exported(metrics)
+    ended(metrics, "m", finish_reason=FinishReason.NONE)
+    ended(metrics, "m", epoch=2, tokens=[7])
+    panel = next(expression for place, expression in expressions() if place == "panel Requests")
+    assert evaluate(panel.replace("$model_name", "m"), before, exported(metrics)) == 1
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,9 +28,11 @@ DRAFTER = WorkerInfo("drafter", Role.DRAFTER, "d:1", ModelInfo("small", "small",
 STEPS = 200
 
 
-def attached(model: ModelInfo = MODEL, metrics: CoordinatorMetrics | None = None) -> AttachedSession:
+def attached(
+    model: ModelInfo = MODEL, metrics: CoordinatorMetrics | None = None, output: Sequence[int] = ()
+) -> AttachedSession:
     opening = pb.OpenAttached(
-        tokens=[1, 2],
+        tokens=[1, 2, *output],
         prompt_length=2,
         params=convert.params_to_proto(SamplingParams(temperature=0.0, seed=1, max_tokens=STEPS + 1)),
         model=convert.model_to_proto(model),
@@ -128,6 +130,14 @@ async def test_an_attached_request_that_its_limit_ends_is_counted_so() -> None:
     for reason in ("stop", "length"):
         labels = {"model_name": session.METRICS_NAME, "finished_reason": reason}
         assert metrics.registry.get_sample_value("outrider_request_success_total", labels) == 1
+
+
+async def test_the_prompt_of_an_attached_request_is_counted_once() -> None:
+    """Its coordinator is lost, and the engine attaches it to another one with the output so far."""
+    metrics = CoordinatorMetrics(Mode)
+    for output in ((), (1, 1, 1)):
+        await attached(metrics=metrics, output=output).follow(stream())
+    assert metrics.registry.get_sample_value("outrider_prompt_tokens_total", {"model_name": "attached"}) == 2
 
 
 async def test_a_silent_engine_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
