@@ -21,7 +21,7 @@ def connect_gauges(sessions: SessionManager) -> None:
     metrics.waiting.source = lambda: _sessions(sessions.live, worker_pool, waiting=True)
     metrics.waiting_by_class.source = lambda: _waiting(sessions.live)
     metrics.workers.source = lambda: _workers(worker_pool)
-    metrics.violations.source = lambda: [((_role(role),), worker_pool.shunned.violations[role]) for role in Role]
+    metrics.violations.source = lambda: [((role.name.lower(),), worker_pool.shunned.violations[role]) for role in Role]
     workers = worker_pool.connections
     metrics.round_trips.source = lambda: [(_name(worker), worker.round_trip_ms / 1000) for worker in workers()]
     metrics.worker_sessions.source = lambda: [(_name(worker), worker.sessions) for worker in workers()]
@@ -44,12 +44,8 @@ def _waiting(sessions: Iterable[Session]) -> GaugeValues:
 
 def _workers(worker_pool: WorkerPool) -> GaugeValues:
     counts = Counter((connection.info.role, worker_pool.state(connection)) for connection in worker_pool.connections())
-    return [((_role(role), state), counts[role, state]) for role in Role for state in _STATES]
+    return [((role.name.lower(), state), counts[role, state]) for role in Role for state in _STATES]
 
 
 def _name(connection: WorkerConnection) -> tuple[str, str, str]:
-    return _role(connection.info.role), connection.info.kind, connection.info.address
-
-
-def _role(role: Role) -> str:
-    return role.name.lower()
+    return connection.info.role.name.lower(), connection.info.kind, connection.info.address

@@ -81,23 +81,18 @@ async def _compare_vocabulary(target: Vocabulary, requests: AsyncIterator[pb.Reg
         if request.WhichOneof("message") != "vocabulary":
             continue  # a heartbeat sent before the request for the vocabulary
         part = request.vocabulary
-        tokens = [_text(token) for token in part.tokens]
         try:
+            tokens = [token.decode("utf-8", "surrogatepass") for token in part.tokens]
             if difference is None:
                 check_same_vocabulary(target, part.first_id, tokens, last=part.last)
+        except UnicodeDecodeError as error:
+            raise InvalidRequest.of("vocabulary.tokens", repr(error.object), "UTF-8") from error
         except ModelMismatch as error:
             difference = error
         if part.last:
             break
     if difference is not None:
         raise difference
-
-
-def _text(token: bytes) -> str:
-    try:
-        return token.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest.of("vocabulary.tokens", repr(token), "UTF-8") from error
 
 
 def _worker(request: pb.RegisterRequest) -> WorkerInfo:

@@ -60,8 +60,8 @@ class SessionManager:
         self._settings = settings
         read_limits(settings.model_limits)  # a wrong one is found at the start
         self.metrics = CoordinatorMetrics(Mode)
-        skipped, ttl_s = self.metrics.record_skipped, settings.session_ttl_s
-        self.store = Store(redis_url, self.coordinator_id, ttl_s, fleet.verifiers, skipped)
+        skips, ttl_s = self.metrics.records_skipped, settings.session_ttl_s
+        self.store = Store(redis_url, self.coordinator_id, ttl_s, fleet.verifiers, lambda *it: skips.labels(*it).inc())
         self.write_behind = WriteBehind(self.store, lambda it: it in self._sessions or it in self.ended.recent)
         self._pairs = PairHistoryStore(self.store)
         self.worker_pool = WorkerPool(

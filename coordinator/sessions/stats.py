@@ -131,44 +131,29 @@ class RequestStats:
         """Record the end of the request in metrics, trace and log."""
         seconds = time.monotonic() - self._started
         accepted = _total(self._accepted)
+        acceptance_length = _ratio(self._sums["committed_with_drafts"], self._proposed.total())
         ended = record.finish_reason.name.lower() if record.finished else ABANDONED
         reason = ended if error is None else error.code
-        finished = record.finished and error is None
-        if finished:
+        self._metrics.hidden_bytes.inc(self.hidden_bytes)
+        if record.finished and error is None:
             after_first = self._sums["tokens"] - self._sums["tokens_at_first"]
             self._metrics.record_finished(
+                reason,
                 seconds=seconds,
-                per_token_s=(self._last_token - (self._first_token or 0.0)) / after_first if after_first else None,
                 prompt=len(record.request.prompt),
                 output=len(record.tokens),
-                reason=reason,
+                per_token_s=(self._last_token - (self._first_token or 0.0)) / after_first if after_first else None,
+                bytes_per=self._sums["wire_bytes"] / accepted if accepted else None,
             )
         else:
             moves = self.moves or isinstance(error, Fenced)
             self._metrics.record_unfinished("" if error is None or moves else error.code)
-        per_accepted = self._sums["wire_bytes"] / accepted if finished and accepted else None
-        self._metrics.record_bytes(bytes_per_accepted=per_accepted, hidden_bytes=self.hidden_bytes)
-        self._finish_trace(record, error, reason)
-        log.info(
-            "request ended",
-            request_id=current().request_id,
-            session_id=record.session_id,
-            **({"tenant": record.tenant} if record.tenant else {}),
-            reason=reason,
-            prompt_tokens=len(record.request.prompt),
-            output_tokens=len(record.tokens),
-            seconds=round(seconds, 3),
-            acceptance_length=round(_ratio(self._sums["committed_with_drafts"], self._proposed.total()), 2),
-            **({"error": error.message} if error is not None else {}),
-        )
-
-    def _finish_trace(self, record: SessionRecord, error: OutriderError | None, reason: str) -> None:
         self.span.set(
             {
                 "gen_ai.usage.output_tokens": len(record.tokens),
                 "gen_ai.response.finish_reasons": [reason],
                 "outrider.steps": self._sums["steps"],
-                "outrider.acceptance_length": _ratio(self._sums["committed_with_drafts"], self._proposed.total()),
+                "outrider.acceptance_length": acceptance_length,
                 "outrider.mean_gamma": _ratio(self._sums["gamma"], self._sums["steps"]),
                 "outrider.cached_tokens": self.cached_tokens,
                 "outrider.failovers": self.failovers,
@@ -178,6 +163,18 @@ class RequestStats:
         if error is not None:
             self.span.failed(error.message)
         self.span.end()
+        log.info(
+            "request ended",
+            request_id=current().request_id,
+            session_id=record.session_id,
+            **({"tenant": record.tenant} if record.tenant else {}),
+            reason=reason,
+            prompt_tokens=len(record.request.prompt),
+            output_tokens=len(record.tokens),
+            seconds=round(seconds, 3),
+            acceptance_length=round(acceptance_length, 2),
+            **({"error": error.message} if error is not None else {}),
+        )
 
     def values(self, *, considered: bool = False) -> GenerationStats:
         """Return the figures as they are now; with plans that were only `considered`, it takes a millisecond."""

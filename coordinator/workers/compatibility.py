@@ -8,7 +8,7 @@ import grpc
 import structlog
 
 from coordinator.workers.fleet_keys import FleetKeys
-from coordinator.workers.target import fetch_target
+from coordinator.workers.target import Target, fetch_target
 from coordinator.workers.targets.fit import check_drafter, shares_vocabulary, target_mismatch
 from coordinator.workers.targets.known_targets import KnownTargets
 from coordinator.workers.worker_connection import worker_error
@@ -28,7 +28,6 @@ class Compatibility:
         fleet: FleetKeys,
         targets: KnownTargets,
         verifiers: Callable[[str], Sized],
-        on_target: Callable[[ModelInfo], object],
         *,
         mixed: bool = False,
     ) -> None:
@@ -36,17 +35,24 @@ class Compatibility:
         self._targets = targets
         self._fleet = fleet
         self._verifiers = verifiers
-        self._on_target = on_target
         self._mixed = mixed  # verifiers of the same weights may differ in the text of near-ties
 
-    async def check(self, info: WorkerInfo) -> bool:
+    def check(self, info: WorkerInfo) -> bool:
         """Raise ModelMismatch for a worker that does not fit; return whether it defines a new target."""
         if not info.worker_id or not info.address:
             raise InvalidRequest.of("worker", info.worker_id or info.address, "given with a worker_id and an address")
-        if info.role is Role.VERIFIER:
-            return await self._check_verifier(info)
-        check_drafter(info.model, self._targets)
-        return False
+        if info.role is Role.DRAFTER:
+            check_drafter(info.model, self._targets)
+            return False
+        if (same := self._targets.of(self.identity(info.model))) is not None:
+            if (first := same.info.name) != info.model.name:
+                log.warning("equal weights under two names: the first counts", first=first, second=info.model.name)
+            return False
+        for known in self._targets:
+            if known.info.name == info.model.name and self._verifiers(known.identity):
+                raise target_mismatch(known, info)
+        self._targets.check_room(self._verifiers)
+        return True
 
     def other_vocabulary(self, info: WorkerInfo) -> Vocabulary | None:
         """Return a vocabulary of the targets to compare a drafter's with, if none of them has the drafter's."""
@@ -58,23 +64,11 @@ class Compatibility:
         """Return what the verifiers of one target have in common."""
         return model.weights_digest if self._mixed and model.weights_digest else model.text_id
 
-    async def _check_verifier(self, info: WorkerInfo) -> bool:
-        identity = self.identity(info.model)
-        if (same := self._targets.of(identity)) is not None:
-            if (first := same.info.name) != info.model.name:
-                log.warning("equal weights under two names: the first counts", first=first, second=info.model.name)
-            return False
-        for known in self._targets:
-            if known.info.name == info.model.name and self._verifiers(known.identity):
-                raise target_mismatch(known, info)
-        self._targets.check_room(self._verifiers)
+    async def fetch(self, info: WorkerInfo) -> Target:
+        """Return a verifier's target, for which it is asked."""
         async with self._fleet.access(Role.VERIFIER).aio_channel(info.address) as channel:
             stub: verifier_pb2_grpc.VerifierAsyncStub = verifier_pb2_grpc.VerifierStub(channel)  # type: ignore[assignment]
             try:
-                target = await fetch_target(info.model, identity, stub)
+                return await fetch_target(info.model, self.identity(info.model), stub)
             except grpc.aio.AioRpcError as error:
                 raise worker_error(info.address, error) from error
-        self._targets.add(target, self._verifiers)
-        self._on_target(target.info)
-        log.info("target set", model=info.model.name, fingerprint=info.model.fingerprint)
-        return True

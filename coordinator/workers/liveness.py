@@ -41,14 +41,11 @@ class VerdictDeadline:
             self._queued_s += tick_s  # the verifier reports waiting sessions, and ours may be one of them
             return 0.0
         self._waited_s += tick_s
-        return self._waited_s if self._waited_s > self._limit_s(load, timeout_s) else 0.0
-
-    def _limit_s(self, load: WorkerLoad, timeout_s: float) -> float:
         limit_s = timeout_s + self.wait_timeout_s + _STEPS * load.step_ms / 1000
         if self._prompt:
             token_ms = load.cost.at(load.cost.rows[-1]) / load.cost.rows[-1] if load.cost.rows else _PROMPT_TOKEN_MS
             limit_s += timeout_s + _PROMPT_FACTOR * self._prompt * token_ms / 1000
-        return min(_MAX_S, limit_s)
+        return self._waited_s if self._waited_s > min(_MAX_S, limit_s) else 0.0
 
 
 async def watch(

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+from weakref import WeakValueDictionary
 
 import structlog
 
 from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.store import Store
 from coordinator.workers.known_workers import record_report, same_place, same_worker
+from coordinator.workers.target import Target
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
+from outrider.base.aio import cancel_all
 from outrider.protocol.errors import Conflict, InvalidRequest, OutriderError, Overloaded, Unavailable
-from outrider.protocol.fleet import Role, WorkerInfo
+from outrider.protocol.fleet import WorkerInfo
 
 log = structlog.get_logger(__name__)
 
@@ -36,9 +39,12 @@ class Registrations:
         self._heartbeat_s = heartbeat_ms / 1000
         self._lost_after_s = LOST_AFTER_HEARTBEATS * self._heartbeat_s
         worker_pool.targets.settle_s = self._lost_after_s
-        self._verifier_joins = asyncio.Lock()
+        self._joins = asyncio.Lock()
+        self._fetching: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by target
         self._down_at = -math.inf  # when Redis did not tell of workers last
         self._left: dict[str, float] = {}  # end of a worker's registration, by worker id
+        self._adding: dict[str, asyncio.Task[None]] = {}  # recorded workers, by worker id
+        self._ignored: dict[str, str] = {}  # why they were, by worker id
 
     async def admit(self, info: WorkerInfo) -> WorkerConnection:
         """Add a worker that reports to this coordinator and count its stream; raise ModelMismatch if it does not fit.
@@ -79,9 +85,12 @@ class Registrations:
 
     async def run(self) -> None:
         """Synchronise with Redis until cancelled."""
-        while True:
-            await asyncio.sleep(self._heartbeat_s)
-            await self.synchronise()
+        try:
+            while True:
+                await asyncio.sleep(self._heartbeat_s)
+                await self.synchronise()
+        finally:
+            await cancel_all([*self._adding.values()])
 
     async def synchronise(self) -> None:
         """Add workers that other coordinators have recorded and remove those that no longer report."""
@@ -92,25 +101,32 @@ class Registrations:
         except StoreDown:  # no worker is forgotten until their records had the time to come again
             self._down_at = asked
         for info in known:
-            if self._left.get(info.worker_id, 0.0) < asked:  # else the record is older than its end
-                await self._add_recorded(info)
+            worker_id, connection = info.worker_id, self._workers.get(info.worker_id)
+            if self._left.get(worker_id, 0.0) >= asked:
+                continue  # the record is older than its end
+            if connection is not None and same_worker(connection.info, info):
+                if not connection.registrations:
+                    record_report(connection, info)
+                connection.seen_at = time.monotonic()
+            elif worker_id not in self._adding:
+                self._adding[worker_id] = asyncio.create_task(self._add_recorded(info))
+        if self._adding:  # a verifier that does not answer holds up nothing else
+            await asyncio.wait(self._adding.values(), timeout=self._heartbeat_s)
+            self._adding = {worker_id: task for worker_id, task in self._adding.items() if not task.done()}
         self._left = {worker_id: at for worker_id, at in self._left.items() if at >= asked}
-        await self._forget_silent({info.worker_id for info in known})
+        recorded = {info.worker_id for info in known}
+        self._ignored = {worker_id: why for worker_id, why in self._ignored.items() if worker_id in recorded}
+        await self._forget_silent(recorded)
         await self._workers.close_unused()
 
     async def _add_recorded(self, info: WorkerInfo) -> None:
-        connection = self._workers.get(info.worker_id)
-        if connection is not None and same_worker(connection.info, info):
-            if not connection.registrations:
-                record_report(connection, info)
-            connection.seen_at = time.monotonic()
-            return
         try:
             await self._add(info)
-        except OutriderError as error:
-            log.info("worker ignored", worker=info.worker_id, error=error.message)
         except Exception as error:  # neither the record nor the process at its address is trusted
-            log.warning("worker ignored", worker=info.worker_id, error=repr(error)[:200])
+            level, reason = (log.info if isinstance(error, OutriderError) else log.warning), f"{error!r:.300}"
+            if reason != self._ignored.get(info.worker_id):  # the record comes again with every heartbeat
+                level("worker ignored", worker=info.worker_id, error=reason)
+            self._ignored[info.worker_id] = reason
 
     async def _forget_silent(self, known: set[str]) -> None:
         for connection in self._workers:
@@ -124,35 +140,42 @@ class Registrations:
         """Return whether a worker without a registration here was not seen for so many times the usual limit."""
         return not connection.registrations and time.monotonic() - connection.seen_at > times * self._lost_after_s
 
-    async def _add(self, info: WorkerInfo) -> WorkerConnection:
-        # One verifier after another, since a new target is forgotten if another comes before its verifier is known.
-        async with self._verifier_joins if info.role is Role.VERIFIER else nullcontext():
+    async def _add(self, info: WorkerInfo, fetched: Target | None = None) -> WorkerConnection:
+        """Add a worker, and the target that was fetched from it."""
+        compatibility = self.worker_pool.compatibility
+        async with self._joins:  # one by one: a new target is forgotten if another comes before its verifier is known
             self._refuse_impostor(info)
             for each in self._workers:  # restarted there with other weights, it would be refused beside its ghost
                 if self._is_late(each) and each.info.worker_id != info.worker_id and same_place(each.info, info):
                     await self._workers.drop(each.info.worker_id)
-            await self.worker_pool.check(info)
-            self._refuse_impostor(info)  # the check awaited, so another worker may have joined
-            connection = await self._workers.put(info)
-        connection.seen_at = time.monotonic()
-        return connection
+            is_new = compatibility.check(info)
+            if is_new and fetched is not None:
+                await self.worker_pool.add(fetched)
+            if not is_new or fetched is not None:
+                connection = await self._workers.put(info)
+                connection.seen_at = time.monotonic()
+                return connection
+        # One verifier of a new target fetches its tokenizer, for up to a minute; only others of it wait.
+        async with self._fetching.setdefault(identity := compatibility.identity(info.model), asyncio.Lock()):
+            if self.worker_pool.targets.of(identity) is None:
+                return await self._add(info, await compatibility.fetch(info))
+        return await self._add(info)
 
     def _refuse_impostor(self, info: WorkerInfo) -> None:
         """Raise Conflict for a worker with the id or address of a present one: a restarted one has a new id."""
         for connection in self._workers:
-            if (taken := self._conflict(info, connection)) is not None:
-                field, value = taken
+            if field := self._conflict(info, connection):
                 message = f"another worker is registered with this {field}; wait until it has left, or use your own"
-                raise Conflict(message, field=f"worker.{field}", value=value, limit="not in use")
+                raise Conflict(message, field=f"worker.{field}", value=getattr(info, field), limit="not in use")
         if self._workers.get(info.worker_id) is None and len(self._workers.of(info.role)) >= MAX_WORKERS:
             raise Overloaded(f"{MAX_WORKERS} workers of this role are registered", field="worker", limit=MAX_WORKERS)
 
-    def _conflict(self, info: WorkerInfo, connection: WorkerConnection) -> tuple[str, str] | None:
-        """Return the field and value that a worker shares with a present one, or None."""
+    def _conflict(self, info: WorkerInfo, connection: WorkerConnection) -> str:
+        """Return the field that a worker shares with a present one, if there is one."""
         quiet_s = time.monotonic() - connection.reported_at
         reports = bool(connection.registrations) and quiet_s <= SILENT_AFTER_HEARTBEATS * self._heartbeat_s
         if connection.info.worker_id == info.worker_id:
             # A worker known only from Redis is present until it is forgotten.
             present = reports or not connection.registrations or info.role is not connection.info.role
-            return ("worker_id", info.worker_id) if present and not same_worker(connection.info, info) else None
-        return ("address", info.address) if reports and same_place(connection.info, info) else None
+            return "worker_id" if present and not same_worker(connection.info, info) else ""
+        return "address" if reports and same_place(connection.info, info) else ""

@@ -16,6 +16,7 @@ from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.known_workers import KnownWorkers
 from coordinator.workers.liveness import watch
 from coordinator.workers.shunned import ShunnedWorkers
+from coordinator.workers.target import Target
 from coordinator.workers.targets.fit import check_drafter
 from coordinator.workers.targets.known_targets import KnownTargets, ModelNames
 from coordinator.workers.worker_connection import WorkerConnection
@@ -49,7 +50,8 @@ class WorkerPool:
         self.shunned = ShunnedWorkers()
         self._verdict_timeout_s = verdict_timeout_s
         self.targets = KnownTargets(names)
-        self.compatibility = Compatibility(fleet, self.targets, self.verifiers, on_target, mixed=mixed)
+        self.compatibility = Compatibility(fleet, self.targets, self.verifiers, mixed=mixed)
+        self._on_target = on_target
 
     @property
     def ready(self) -> bool:
@@ -76,10 +78,11 @@ class WorkerPool:
             return "shunned"
         return "draining" if connection.info.draining else "usable" if connection.usable() else "resting"
 
-    async def check(self, info: WorkerInfo) -> None:
-        """Raise ModelMismatch for a worker that does not fit; remove the drafters that do not fit a new target."""
-        if not await self.compatibility.check(info):
-            return
+    async def add(self, target: Target) -> None:
+        """Add a new target and remove the drafters that do not fit it."""
+        self.targets.add(target, self.verifiers)
+        self._on_target(target.info)
+        log.info("target set", model=target.info.name, fingerprint=target.info.fingerprint)
         for connection in self.workers.of(Role.DRAFTER):
             try:
                 check_drafter(connection.info.model, self.targets)

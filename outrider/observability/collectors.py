@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter
@@ -24,17 +25,15 @@ class CallbackGauge:
     _kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        self._family = (PREFIX + name, text, labels)
+        self._family = partial(self._kind, PREFIX + name, text, labels=labels)
         self.source: Callable[[], GaugeValues] = tuple
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
-        name, text, labels = self._family
-        return [self._kind(name, text, labels=labels)]
+        return [self._family()]
 
     def collect(self) -> Iterable[Metric]:
-        name, text, labels = self._family
-        family = self._kind(name, text, labels=labels)
+        family = self._family()
         for values, number in self.source():
             family.add_metric(values, number)
         return [family]

@@ -76,25 +76,18 @@ class Metrics:
         """Let a gauge of this service's own labels show what `source` returns when it is read."""
         gauge.source = lambda: [(tuple(self._own.values()), source())]
 
+    # Without labels they have the service's own.
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, text, labels, registry=self.registry)
+        made = Counter(PREFIX + name, text, labels or tuple(self._own), registry=self.registry)
+        return made if labels or not self._own else made.labels(**self._own)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(PREFIX + name, text, labels, registry=self.registry, buckets=buckets)
+        made = Histogram(PREFIX + name, text, labels or tuple(self._own), registry=self.registry, buckets=buckets)
+        return made if labels or not self._own else made.labels(**self._own)
 
     def _gauge(self, name: str, text: str, *labels: str) -> CallbackGauge:
-        return CallbackGauge(name, text, labels, self.registry)
-
-    # The same with a worker's own labels.
-
-    def _own_counter(self, name: str, text: str) -> Counter:
-        return self._counter(name, text, *self._own).labels(**self._own)
-
-    def _own_histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return self._histogram(name, text, buckets, *self._own).labels(**self._own)
-
-    def _own_gauge(self, name: str, text: str) -> CallbackGauge:
-        return self._gauge(name, text, *self._own)
+        return CallbackGauge(name, text, labels or tuple(self._own), self.registry)
 
 
 class CoordinatorMetrics(Metrics):
@@ -182,9 +175,6 @@ class CoordinatorMetrics(Metrics):
         if error.field in _LIMITS:
             self._refused_by.labels(error.field).inc()
 
-    def record_skipped(self, record: str, reason: str) -> None:
-        self.records_skipped.labels(record, reason).inc()
-
     def of(self, model: str) -> TargetMetrics:
         """Return the metrics of requests to this target."""
         if model not in self._targets:
@@ -214,6 +204,7 @@ class TargetMetrics:
         self.between = metrics.between.labels(model)
         self.failovers = metrics.failovers.labels(model)
         self.drafter_losses = metrics.drafter_losses.labels(model)
+        self.hidden_bytes = metrics.hidden_bytes.labels(model)
         self._generation_tokens = metrics.generation_tokens.labels(model)
         self._drafts = metrics.drafts.labels(model)
         self._draft_tokens = metrics.draft_tokens.labels(model)
@@ -228,16 +219,12 @@ class TargetMetrics:
             metrics.failed.labels(model, code)
         for histogram in (metrics.per_token, metrics.whole, metrics.prompt, metrics.output, metrics.bytes_per_accepted):
             histogram.labels(model)
-        metrics.hidden_bytes.labels(model)
 
     def drafter(self, kind: str) -> DrafterKind:
         kind = kind if kind in self._drafters or len(self._drafters) < _MOST_KINDS else "other"  # drafters name it
         if kind not in self._drafters:
-            self._drafters[kind] = DrafterKind(
-                self._metrics.guessed_tokens.labels(self._model, kind),
-                self._metrics.guess_bytes.labels(self._model, kind),
-                self._metrics.accepted_guesses.labels(self._model, kind),
-            )
+            counters = self._metrics.guessed_tokens, self._metrics.guess_bytes, self._metrics.accepted_guesses
+            self._drafters[kind] = DrafterKind(*(counter.labels(self._model, kind) for counter in counters))
         return self._drafters[kind]
 
     def record_verdict(self, verdict: Verdict, gamma: int, plan: str) -> None:
@@ -255,31 +242,35 @@ class TargetMetrics:
             self._accepted_lengths[verdict.accepted] += 1
 
     def record_finished(
-        self, *, seconds: float, per_token_s: float | None, prompt: int, output: int, reason: str
+        self,
+        reason: str,
+        *,
+        seconds: float,
+        prompt: int,
+        output: int,
+        per_token_s: float | None,
+        bytes_per: float | None,
     ) -> None:
+        """Record a finished request; `bytes_per` are those of guesses per accepted token."""
         self._metrics.success.labels(self._model, reason).inc()
         self._metrics.whole.labels(self._model).observe(seconds)
         self._metrics.prompt.labels(self._model).observe(prompt)
         self._metrics.output.labels(self._model).observe(output)
         if per_token_s is not None:
             self._metrics.per_token.labels(self._model).observe(per_token_s)
+        if bytes_per is not None:
+            self._metrics.bytes_per_accepted.labels(self._model).observe(bytes_per)
 
     def record_unfinished(self, code: str = "") -> None:
         """Record a request that ended unfinished: by an error, or to be resumed."""
         ended = self._metrics.failed if code else self._metrics.success
         ended.labels(self._model, code or ABANDONED).inc()
 
-    def record_bytes(self, *, bytes_per_accepted: float | None, hidden_bytes: int) -> None:
-        """Record the bytes that one request took on the network."""
-        if bytes_per_accepted is not None:
-            self._metrics.bytes_per_accepted.labels(self._model).observe(bytes_per_accepted)
-        self._metrics.hidden_bytes.labels(self._model).inc(hidden_bytes)
-
 
 class VerifierMetrics(Metrics):
     def __init__(self, model: str) -> None:
         super().__init__("verifier", "verifier_sessions", model_name=model)
-        gauge, counter, histogram = self._own_gauge, self._own_counter, self._own_histogram
+        gauge, counter, histogram = self._gauge, self._counter, self._histogram
         self.sessions = gauge("verifier_sessions", "Sessions with space in the KV cache.")
         self.waiting = gauge("verifier_sessions_waiting", "Sessions waiting for space in the KV cache.")
         self.cache_usage = gauge("kv_cache_usage_ratio", "Share of the KV cache that sessions hold.")
@@ -308,10 +299,10 @@ class VerifierMetrics(Metrics):
 class DrafterMetrics(Metrics):
     def __init__(self, model: str, kind: str) -> None:
         super().__init__("drafter", "drafter_sessions", model_name=model, kind=kind)
-        self.sessions = self._own_gauge("drafter_sessions", "Open sessions.")
-        self.step_s = self._own_histogram("drafter_step_seconds", "Time of a step for the sessions it takes.", _STEP_S)
-        self.batch = self._own_histogram("drafter_batch_sessions", "Sessions that shared a step.", _SESSIONS)
-        self.guessed = self._own_counter("drafter_guessed_tokens", "Tokens guessed, sent or not.")
+        self.sessions = self._gauge("drafter_sessions", "Open sessions.")
+        self.step_s = self._histogram("drafter_step_seconds", "Time of a step for the sessions it takes.", _STEP_S)
+        self.batch = self._histogram("drafter_batch_sessions", "Sessions that shared a step.", _SESSIONS)
+        self.guessed = self._counter("drafter_guessed_tokens", "Tokens guessed, sent or not.")
 
     def record_step(self, *, sessions: int, tokens: int, seconds: float) -> None:
         self.step_s.observe(seconds)

@@ -182,4 +182,4 @@ async def test_a_verifier_with_another_target_of_the_same_name_is_refused(both: 
     ours = pool.targets.named("target").info
     other = WorkerInfo("other", Role.VERIFIER, "127.0.0.1:1", replace(ours, fingerprint="another"))
     with pytest.raises(ModelMismatch, match="serves target, the others target; first difference: fingerprint"):
-        await pool.check(other)
+        pool.compatibility.check(other)

@@ -139,5 +139,5 @@ async def test_a_target_too_many_is_refused_before_anything_is_fetched(monkeypat
     pool.targets.add(Target(BEFORE, byte_tokenizer(), nothing, nothing, identity=BEFORE.text_id), pool.verifiers)
     await pool.workers.put(WorkerInfo("old", Role.VERIFIER, "127.0.0.1:1", BEFORE))
     with pytest.raises(Overloaded, match="1 targets"):
-        await pool.check(WorkerInfo("new", Role.VERIFIER, "127.0.0.1:2", replace(NOW, name="another")))
+        pool.compatibility.check(WorkerInfo("new", Role.VERIFIER, "127.0.0.1:2", replace(NOW, name="another")))
     await pool.workers.close()

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import structlog
 
 from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.store import Store
+from coordinator.workers import compatibility
 from coordinator.workers import registrations as module
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.registrations import Registrations
+from coordinator.workers.target import Target
 from coordinator.workers.worker_connection import SILENT_S, Stream, WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
-from outrider.base.aio import until
-from outrider.protocol.errors import Conflict, OutriderError, Overloaded, Unavailable
+from outrider.base.aio import cancel_all, until
+from outrider.protocol.errors import Conflict, ModelMismatch, OutriderError, Overloaded, Unavailable
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
+from outrider.testing.toy_models import byte_tokenizer
 
 DRAFTER = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
 
@@ -156,10 +160,11 @@ async def test_a_worker_restarted_with_other_weights_is_checked_without_its_ghos
     ghost = await known_from_a_record(store, prompt)
     present: list[list[str]] = []
 
-    async def check(info: WorkerInfo) -> None:
+    def check(info: WorkerInfo) -> bool:
         present.append([each.info.worker_id for each in prompt.worker_pool.connections()])
+        return False
 
-    monkeypatch.setattr(prompt.worker_pool, "check", check)
+    monkeypatch.setattr(prompt.worker_pool.compatibility, "check", check)
     restarted = replace(DRAFTER, worker_id="restarted", model=ModelInfo("m", "other weights"))
     store.records = {restarted.worker_id: restarted}
     ghost.seen_at -= 5.0
@@ -173,6 +178,94 @@ async def test_a_worker_that_was_removed_is_told_to_register_again(prompt: Regis
     await prompt.worker_pool.workers.drop(DRAFTER.worker_id)
     with pytest.raises(Unavailable, match="register again"):
         await prompt.update(DRAFTER, connection)
+
+
+def verifier(name: str, address: str, target: str) -> WorkerInfo:
+    return WorkerInfo(name, Role.VERIFIER, address, ModelInfo(target, target))
+
+
+def target_of(info: ModelInfo) -> Target:
+    nothing = cast(Any, None)
+    return Target(info, byte_tokenizer(), nothing, nothing, identity=info.text_id)
+
+
+@pytest.fixture
+async def silent() -> AsyncIterator[str]:
+    """A process that takes connections and never answers, as a verifier that hangs."""
+    accepted: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _, writer: accepted.append(writer), "127.0.0.1")
+    yield "127.0.0.1:{1}".format(*server.sockets[0].getsockname())
+    server.close()
+    for writer in accepted:
+        writer.close()
+
+
+async def test_no_worker_waits_for_the_tokenizer_of_another_target(prompt: Registrations, silent: str) -> None:
+    """It may take a minute to come, or not to come."""
+    prompt.worker_pool.targets.add(target_of(ModelInfo("known", "known")), lambda _: ())
+    hanging = asyncio.create_task(prompt.admit(verifier("hangs", silent, "new")))
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(5):
+        joined = [await prompt.admit(verifier("v", "127.0.0.1:1", "known")), await prompt.admit(DRAFTER)]
+    assert prompt.worker_pool.connections() == joined
+    assert not hanging.done()
+    hanging.cancel()
+    await asyncio.gather(hanging, return_exceptions=True)
+
+
+async def test_a_recorded_verifier_that_hangs_holds_up_no_other_record(
+    store: SlowStore, prompt: Registrations, silent: str
+) -> None:
+    prompt.worker_pool.targets.add(target_of(ModelInfo("known", "known")), lambda _: ())
+    known = await known_from_a_record(store, prompt)
+    infos = [verifier("hangs", silent, "new"), verifier("v", "127.0.0.1:2", "known")]
+    store.records = {info.worker_id: info for info in infos}
+    running = asyncio.create_task(prompt.run())
+    assert await until(lambda: prompt.worker_pool.workers.get("v") is not None, 5)
+    known.seen_at -= 60.0
+    assert await until(lambda: known not in prompt.worker_pool.connections(), 5), "it has left"
+    await cancel_all([running])
+    assert not [task for task in asyncio.all_tasks() if "_add_recorded" in repr(task)]
+
+
+async def test_verifiers_of_a_new_target_that_come_together_send_its_tokenizer_once(
+    prompt: Registrations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = []
+
+    async def fetch(info: ModelInfo, *_: object) -> Target:
+        fetched.append(info.name)
+        await asyncio.sleep(0.05)
+        return target_of(info)
+
+    monkeypatch.setattr(compatibility, "fetch_target", fetch)
+    infos = [verifier(f"{target}{i}", f"127.0.0.1:{i}", target[0]) for i, target in enumerate(["a", "a", "b", "b"], 1)]
+    other = replace(infos[0], worker_id="c", address="127.0.0.1:9", model=ModelInfo("a", "of other weights"))
+    *_, refused = await asyncio.gather(*map(prompt.admit, [*infos, other]), return_exceptions=True)
+    assert sorted(fetched) == ["a", "a", "b"], "a second target of one name is found out afterwards"
+    assert isinstance(refused, ModelMismatch)
+    assert {each.info.worker_id for each in prompt.worker_pool.connections()} == {each.worker_id for each in infos}
+    assert {target.info.name for target in prompt.worker_pool.targets} == {"a", "b"}
+
+
+async def test_a_worker_that_is_ignored_is_logged_once(store: SlowStore, prompt: Registrations) -> None:
+    """Its record comes with every heartbeat, on every coordinator."""
+    await prompt.admit(DRAFTER)
+    other = replace(DRAFTER, worker_id="other")
+    store.records[other.worker_id] = other
+
+    async def ignored(times: int) -> list[str]:
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(times):
+                await prompt.synchronise()
+        return [log["error"] for log in logs if log["event"] == "worker ignored"]
+
+    (error,) = await ignored(3)
+    assert "address" in error
+    del store.records[other.worker_id]
+    assert not await ignored(1)
+    store.records[other.worker_id] = other
+    assert len(await ignored(2)) == 1, "it was gone"
 
 
 class HeldStream:
