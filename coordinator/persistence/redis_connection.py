@@ -107,6 +107,6 @@ class RedisConnection:
 
     def _down(self, error: Exception) -> NoReturn:
         if self.up or not self._down_logged:
-            log.warning("redis is down", error=str(error))
+            log.warning("redis is down", error=f"{type(error).__name__}: {error}")  # MOVED of a cluster is told by it
         self.up, self._down_logged = False, True
-        raise StoreDown(f"Redis does not answer: {error}", retry_after_ms=1000) from error
+        raise StoreDown(f"Redis does not answer: {type(error).__name__}: {error}", retry_after_ms=1000) from error

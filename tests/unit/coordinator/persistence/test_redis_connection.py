@@ -79,6 +79,27 @@ async def test_a_primary_that_became_a_replica_is_left_for_the_one_behind_its_ad
     server.close()
 
 
+async def test_a_node_of_a_cluster_is_told_from_a_redis_that_is_down() -> None:
+    """It answers for some keys and names another node for the others: `3999 127.0.0.1:6381` alone tells nothing."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1024):
+            moved = b"\r\nSET\r\n" in data
+            writer.write(
+                b"-MOVED 3999 127.0.0.1:6381\r\n" if moved else b"+OK\r\n" * len(re.findall(rb"(?m)^\*\d", data))
+            )
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0?protocol=2"
+    connection = RedisConnection(url, lambda *_: None)
+    with capture_logs() as lines, pytest.raises(StoreDown, match="MovedError: 3999"):
+        await connection.ping()
+    assert "MovedError" in lines[0]["error"]
+    await connection.close()
+    server.close()
+
+
 async def test_an_unreachable_redis_is_logged_once_also_at_the_start() -> None:
     connection = RedisConnection("redis://127.0.0.1:1/0", lambda _record, _reason: None)
     with capture_logs() as lines:
