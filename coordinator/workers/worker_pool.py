@@ -74,9 +74,8 @@ class WorkerPool:
 
     def state(self, connection: WorkerConnection) -> str:
         """Return the state as a metric label."""
-        if self.shunned.is_shunned(connection.info):
-            return "shunned"
-        return "draining" if connection.info.draining else "usable" if connection.usable() else "resting"
+        shunned, rests = self.shunned.is_shunned(connection.info), connection.is_silent or not connection.usable()
+        return "shunned" if shunned else "draining" if connection.info.draining else "resting" if rests else "usable"
 
     async def add(self, target: Target) -> None:
         """Add a new target and remove the drafters that do not fit it."""

@@ -159,7 +159,7 @@ class CoordinatorMetrics(Metrics):
         self.drafter_losses = counter("drafter_losses", "Drafters lost during a request.", model)
         self.workers = gauge(
             "workers",
-            "Registered workers: usable, draining, resting after a failure, or shunned after a protocol violation.",
+            "Known workers: usable, draining, resting (failed or silent), or shunned after a protocol violation.",
             "role",
             "state",
         )

@@ -9,12 +9,15 @@ from unittest.mock import patch
 
 import pytest
 
+from coordinator.api.gauges import _workers
+from coordinator.control.throughput_model import Mode
 from coordinator.workers.choosers import DrafterChooser, VerifierChooser
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
 from coordinator.workers.targets import known_targets
 from coordinator.workers.worker_connection import SILENT_S
 from coordinator.workers.worker_pool import POLL_S, WorkerPool
+from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol.errors import InvalidRequest, OutriderError, Overloaded, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 from outrider.testing.toy_models import byte_tokenizer
@@ -130,6 +133,21 @@ async def test_a_model_is_free_again_when_its_drafter_has_left_the_session() -> 
     with session.in_use(drafter):
         assert not session._fits(drafter)
     assert session._fits(drafter)
+    await pool.workers.close()
+
+
+async def test_a_verifier_that_does_not_answer_is_not_shown_as_usable() -> None:
+    """It may hang for good with its connections open: no alert told that there was no other."""
+    metrics, pool = CoordinatorMetrics(Mode), WorkerPool(FleetKeys(), 10.0)
+    metrics.workers.source = lambda: _workers(pool)
+    verifier = await pool.workers.put(WorkerInfo("v", Role.VERIFIER, "127.0.0.1:1", NOW))
+
+    def shown(state: str) -> float | None:
+        return metrics.registry.get_sample_value("outrider_workers", {"role": "verifier", "state": state})
+
+    assert (shown("usable"), shown("resting")) == (1, 0)
+    verifier.silent_s = SILENT_S
+    assert (shown("usable"), shown("resting")) == (0, 1)
     await pool.workers.close()
 
 
