@@ -115,7 +115,7 @@ def test_a_model_that_never_registered_is_told() -> None:
         targets.named("")
     after = exported(metrics)
     assert not fires("OutriderRequestsFail", before, after)
-    assert fires("OutriderModelMissing", before, after)
+    assert fires("OutriderUnavailable", before, after)
 
 
 def test_a_resumed_request_is_shown_as_one() -> None:
