@@ -48,7 +48,8 @@ def main(**flags: Any) -> None:
     try:
         load.check()
         where = LoadTarget.of(SimpleNamespace(**given))
-        ClientCredentials.load(**{name: given[name] for name in ("api_key", "tls_ca", "tls_cert", "tls_key")})
+        names = ("api_key", "tls_ca", "tls_cert", "tls_key", "tls_name")
+        ClientCredentials.load(**{name: given[name] for name in names})
         made = parts(load.shape, load.users, load.seconds, load.times, where.capacity, where.max_users)
         longest = max_duration_s(made, load.spawn_rate, where.timeout_s)
         check_installed()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass, field
-from pathlib import Path
+from os.path import expanduser
 from typing import Self
 
 from outrider.security.api_keys import ApiKeys
@@ -20,13 +20,15 @@ class ClientCredentials:
     context: ssl.SSLContext | None = None  # the same settings, for HTTP
 
     @classmethod
-    def load(cls, *, api_key: str = "", tls_ca: str = "", tls_cert: str = "", tls_key: str = "") -> Self:
+    def load(
+        cls, *, api_key: str = "", tls_ca: str = "", tls_cert: str = "", tls_key: str = "", tls_name: str = ""
+    ) -> Self:
         """Load the credentials; raise StartupError if they are invalid."""
         key = ApiKeys.parse(api_key, "api_key").first
-        tls = Tls.load(cert=tls_cert, key=tls_key, ca=tls_ca)
+        tls = Tls.load(cert=tls_cert, key=tls_key, ca=tls_ca, name=tls_name)
         if tls is None:
             return cls(key)
-        context = ssl.create_default_context(cafile=None if tls_ca in ("", SYSTEM) else Path(tls_ca).expanduser())
+        context = ssl.create_default_context(cafile=None if tls_ca in ("", SYSTEM) else expanduser(tls_ca))
         if tls_cert:
-            context.load_cert_chain(Path(tls_cert).expanduser(), Path(tls_key).expanduser())
+            context.load_cert_chain(expanduser(tls_cert), expanduser(tls_key))
         return cls(key, tls, context)

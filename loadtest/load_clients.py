@@ -112,6 +112,8 @@ class HttpLoadClient:
         self._model = model
         self._headers = {"Authorization": bearer(credentials.api_key)} if credentials.api_key else {}
         given: dict[str, Any] = {"ssl_context": credentials.context} if credentials.context else {}
+        if credentials.tls and credentials.tls.name:
+            given["server_hostname"] = credentials.tls.name
         self._pool = urllib3.connection_from_url(
             f"{'https' if credentials.context else 'http'}://{endpoint}",
             timeout=urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),

@@ -179,7 +179,11 @@ def set_up(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
         if summary is not None:
             check_writable(summary)
         credentials = ClientCredentials.load(
-            api_key=options.api_key, tls_ca=options.tls_ca, tls_cert=options.client_cert, tls_key=options.client_key
+            api_key=options.api_key,
+            tls_ca=options.tls_ca,
+            tls_cert=options.client_cert,
+            tls_key=options.client_key,
+            tls_name=options.tls_name,
         )
     except OutriderError as error:
         log.error("cannot start: %s: %s", error.code, error.message)

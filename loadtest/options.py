@@ -104,6 +104,7 @@ COMMON = (
     ),
     LoadOption("tls_cert", str, "", "PEM file: client certificate, if the coordinator requires one."),
     LoadOption("tls_key", str, "", "PEM file: private key of the client certificate."),
+    LoadOption("tls_name", str, "", "Name in the coordinator's certificate; empty: the host of the endpoint."),
     LoadOption("allow_remote", bool, False, "Allow endpoints on other machines."),
     LoadOption("timeout_s", float, DEFAULT_TIMEOUT_S, "Deadline of a request, seconds.", 0.1),
     LoadOption("max_users", int, DEFAULT_MAX_USERS, "Limit on the users of any shape.", 1),

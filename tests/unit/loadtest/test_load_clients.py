@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +36,7 @@ from outrider.protocol.errors import (
     Unauthenticated,
     Unavailable,
 )
+from tests.certificates import Authority
 
 SOON_S = 5.0
 CHAT, TEXT = cases("chat", 8)[0], cases("code", 8)[0]
@@ -312,6 +315,22 @@ def test_a_request_is_openais_with_the_key() -> None:
     assert "speculation" not in body, "what users send has no extension of ours"
     assert plain["speculation"] == {"gamma": 0}
     assert (chat["temperature"], chat.get("seed")) == (CHAT.params.temperature, CHAT.params.seed)
+
+
+@pytest.mark.parametrize("name", ["fleet.example", ""])
+def test_a_certificate_may_have_another_name_than_the_endpoint(name: str, tmp_path: Path) -> None:
+    authority = Authority.make(tmp_path)
+    pair = authority.issue("fleet", hosts=["fleet.example"])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair.cert, pair.key)
+    credentials = ClientCredentials.load(tls_ca=str(authority.path), tls_name=name)
+    with Serving(merge_all, credentials=credentials) as serving:
+        serving.server.socket = context.wrap_socket(serving.server.socket, server_side=True)
+        if name:
+            assert len(serving.ask(TEXT)) == 3
+        else:
+            with pytest.raises(PeerLost, match="certificate"):
+                serving.ask(TEXT)
 
 
 def test_a_refusal_says_when_to_come_back() -> None:
