@@ -1,11 +1,16 @@
-"""Atomic replacement of files."""
+"""Files and folders that a killed process leaves neither half written nor behind."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import re
 import secrets
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,15 +22,38 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary file that replaces `path` if the block succeeds. Raise StartupError for a full disk."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # containers have processes of equal ids
     try:
-        yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())  # else a crash of the machine may leave the new name with nothing in it
-        temporary.replace(path)
+        with room_for(path):
+            yield temporary
+            with temporary.open("rb") as written:
+                os.fsync(written.fileno())  # else a crash of the machine may leave the new name with nothing in it
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def room_for(path: Path) -> Iterator[None]:
+    """Raise StartupError if the block fails for a full disk."""
+    try:
+        yield
     except Exception as error:
         codes, said = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), str(error)  # safetensors and torch only say it
-        if (isinstance(error, OSError) and error.errno in codes) or "No space left" in said or "unexpected pos" in said:
+        if getattr(error, "errno", 0) in codes or re.search(
+            r"\(os error (28|122|27)\)|No space left|unexpected pos", said
+        ):
             message = f"no room for {path}: {error}; free some space and repeat the command, which continues from there"
             raise StartupError(message, field="path", value=str(path)) from error
         raise
-    finally:
-        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[tuple[Path, int]]:
+    """Yield a new temporary folder and the descriptor of its lock; remove those of processes that were killed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/lock"):
+        with contextlib.suppress(OSError), left.open("r+") as lock:  # in use, of another user, or gone
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(lock.fileno()).st_mtime > 60.0:  # a newer one may not be locked yet
+                shutil.rmtree(left.parent)
+    with tempfile.TemporaryDirectory(prefix=prefix) as name, Path(name, "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(name), lock.fileno()

@@ -9,13 +9,12 @@ import contextlib
 import fcntl
 import os
 import secrets
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.base.atomic_files import atomic_write
+from outrider.base.atomic_files import atomic_write, scratch_folder
 from outrider.base.config import home
 from outrider.protocol.errors import StartupError
 
@@ -54,39 +53,34 @@ def state_folder(named: str, port: int) -> Iterator[StateFolder]:
     """
     with contextlib.ExitStack() as exits:
         if named:
-            folder = Path(named).expanduser()
-            lock = _try_lock(_private(folder), LEAVING_S)
+            folder = Path(os.path.expanduser(named))
+            lock = _try_lock(_private(folder))
             if lock is None:
                 message = f"state_dir {folder} is in use by another `outrider up`"
                 raise StartupError(message, field="state_dir", value=named, limit="a folder of its own")
         else:
             folder = home() / "up" / str(port)
-            lock = _try_lock(_private(folder), LEAVING_S) if port else None
+            lock = _try_lock(_private(folder)) if port else None
         kept = lock is not None
         if lock is None:
-            folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-state-")))
-            lock = _try_lock(folder, 0)
-        assert lock is not None
-        exits.callback(os.close, lock)
+            folder, lock = exits.enter_context(scratch_folder("outrider-state-"))
+        else:
+            exits.callback(os.close, lock)
         state = StateFolder(folder, kept, lock)
         _private(state.data)
         yield state
 
 
-def _try_lock(folder: Path, seconds: float) -> int | None:
+def _try_lock(folder: Path) -> int | None:
     """Return the lock's descriptor; None: another process holds it."""
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
+    for _ in range(round(LEAVING_S / _POLL_S)):
+        with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                os.close(lock)
-                return None
-            time.sleep(_POLL_S)
-        else:
             return lock
+        time.sleep(_POLL_S)
+    os.close(lock)
+    return None
 
 
 def _private(folder: Path) -> Path:

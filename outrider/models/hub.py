@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from outrider.base.atomic_files import atomic_write
+from outrider.base.atomic_files import atomic_write, room_for
 from outrider.base.config import home
 from outrider.models import GGUF, INDEX, INDEX_VERSION
 from outrider.protocol.errors import StartupError
@@ -45,12 +45,16 @@ def locate(name: str, progress: Progress) -> Path | str:
     state = path.stat()
     stamp = hashlib.sha256(f"{source} {state.st_size} {state.st_mtime_ns}".encode())
     target = home() / "models" / f"{source.stem}-{stamp.hexdigest()[:12]}"
+    for link in target.parent.glob(f"*/{GGUF}"):
+        if link.parent != target and link.is_symlink() and link.readlink() == source:  # the file has changed since
+            for earlier in (link.parent, *target.parent.glob(f"safetensors-*/{link.parent.name}")):
+                shutil.rmtree(earlier, ignore_errors=True)
     return _indexed(target, lambda _: source, progress)
 
 
 def find_path(name: str) -> Path | None:
     """Return the path of a model; None for a hub id. Raise StartupError for what is neither."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir() and not (path / "config.json").is_file():
         message = f"{name} holds no config.json: not a model directory"
     elif path.is_file() and path.suffix != ".gguf":
@@ -95,6 +99,9 @@ def locate_safetensors(name: str, progress: Progress) -> Path | str:
             if not target.is_dir():
                 progress(f"converting {found.name} to safetensors (once)")
                 importlib.import_module(_READER).convert_gguf(found, scratch / "model")
+                for file in (scratch / "model").glob("*.*"):
+                    with file.open("rb") as written:
+                        os.fsync(written.fileno())  # else a crash of the machine may leave names with nothing in them
                 (scratch / "model").rename(target)
                 for earlier in ("", *(f"-{version}" for version in range(2, INDEX_VERSION))):
                     shutil.rmtree(home() / "models" / f"safetensors-{digest}{earlier}", ignore_errors=True)
@@ -116,7 +123,8 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
         except OSError:  # another file system
             (scratch / GGUF).symlink_to(source)
         try:
-            index = importlib.import_module(_READER).index_gguf(source, scratch)
+            with room_for(folder):
+                index = importlib.import_module(_READER).index_gguf(source, scratch)
         except StartupError:
             raise
         except Exception as error:  # the file may be anything
@@ -197,6 +205,7 @@ def _scratch(target: Path) -> Iterator[Path]:
         try:
             shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed: it can hold all weights
             scratch.mkdir()
-            yield scratch
+            with room_for(target):
+                yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

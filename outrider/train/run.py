@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outrider.base.atomic_files import room_for
 from outrider.base.config import home
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions, pick_device
@@ -139,8 +140,9 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     )
     if order.method == "distill":
         assert isinstance(method, LanguageMethod)
-        method.module.to(torch.bfloat16).save_pretrained(order.out)  # an ordinary model, for kind model
-        AutoTokenizer.from_pretrained(locate(order.target, watcher.on_status)).save_pretrained(order.out)
+        with room_for(order.out):
+            method.module.to(torch.bfloat16).save_pretrained(order.out)  # an ordinary model, for kind model
+            AutoTokenizer.from_pretrained(locate(order.target, watcher.on_status)).save_pretrained(order.out)
     if isinstance(method, TrainedCheckpoint):
         method.save_config(order.out, order.target)
     cards.save(order.out, card, method.weights(), MODEL if order.method in FORMATS else cards.WEIGHTS)

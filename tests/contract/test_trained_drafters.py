@@ -327,6 +327,27 @@ def test_a_folder_with_another_model_is_left_alone(order: TrainingOrder, models:
     assert weights.stat().st_mtime_ns == before
 
 
+class FillsTheDisk(Watched):
+    """Makes the tokenizer a file on a full disk, once the training has begun."""
+
+    tokenizer: Path
+
+    def on_step(self, report: loop.Report) -> None:
+        if not self.reports:
+            self.tokenizer.symlink_to("/dev/full")
+        super().on_step(report)
+
+
+def test_a_full_disk_at_the_end_is_told_and_the_run_continues(order: TrainingOrder, tmp_path: Path) -> None:
+    mine = replace(order, method="distill", out=tmp_path / "distill", learn_tokens=2000)
+    watched = FillsTheDisk()
+    watched.tokenizer = mine.out / "tokenizer.json"
+    with pytest.raises(StartupError, match=r"no room for .*/distill: .*No space left"):
+        run.train(mine, watched)
+    watched.tokenizer.unlink()
+    assert run.train(mine, Watched()).method == "distill"
+
+
 def test_no_prompt_is_learnt_and_held_out(tmp_path: Path) -> None:
     prompts = [{"kind": "chat", "prompt": f"Say {i % 50}."} for i in range(4000)]
     file = tmp_path / "prompts.jsonl"

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -104,6 +105,54 @@ def test_nothing_stays_of_a_conversion_that_was_killed(tmp_path: Path, monkeypat
     assert done.returncode == -signal.SIGKILL
     folder = Path(locate_safetensors(str(path), print))
     assert [each.name for each in folder.parent.iterdir() if each.is_dir()] == [folder.name]
+
+
+@pytest.mark.parametrize("stage", ["indexing", "converting"])
+def test_a_full_disk_is_told(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    path = write_gguf(tmp_path / "random.gguf", Shape(layers=1), lambda _: "Q8_0")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(said: str) -> None:
+        if said.startswith(stage):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+
+    try:
+        with pytest.raises(StartupError, match="no room for"):
+            locate_safetensors(str(path), fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert Path(locate_safetensors(str(path), print)).is_dir()
+
+
+def test_a_conversion_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is all that the next start looks for."""
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    path = write_gguf(tmp_path / "random.gguf", Shape(layers=1), lambda _: "Q8_0")
+    locate(str(path), print)
+    written, sync = set[str](), os.fsync
+
+    def note(descriptor: int) -> None:
+        written.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    folder = Path(locate_safetensors(str(path), print))
+    assert {each.name for each in folder.iterdir()} <= written
+
+
+def test_what_was_made_of_a_file_goes_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are in float32: each version of a file left gigabytes."""
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    path, other = (
+        write_gguf(tmp_path / name, Shape(layers=1), lambda _: "Q8_0") for name in ("random.gguf", "random-2.gguf")
+    )
+    kept = [Path(locate_safetensors(str(other), print)), Path(locate(str(other), print))]
+    for seed in (1, 2):
+        write_gguf(path, Shape(layers=1), lambda _: "Q8_0", seed=seed)
+        kept[2:] = [Path(locate_safetensors(str(path), print)), Path(locate(str(path), print))]
+    found = {each.parent for each in (tmp_path / "home").rglob("config.json")}
+    assert found == set(kept)
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["a closed port", "a server that hangs up"])
