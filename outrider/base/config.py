@@ -25,7 +25,6 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 PREFIX = "OUTRIDER_"
 KV_TOKENS = 65_536  # of a cache whose capacity is not given
-ENGINES = ("auto", "native", "cuda", "transformers", "vllm", "mock")
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
 # Every variable that Outrider reads. A test compares this list with the settings and the command line.
@@ -74,7 +73,7 @@ def resolved_redis_url(text: str) -> str:
     if not text.startswith("@"):
         return text
     try:
-        url = Path(text[1:]).expanduser().read_text(encoding="utf-8").strip()
+        url = Path(os.path.expanduser(text[1:])).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"redis_url: cannot read {text[1:]}: {error}", field="redis_url", value=text) from error
     if not url:

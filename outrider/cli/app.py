@@ -9,9 +9,10 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from outrider.cli import doctor, talk, train, tune, up
-from outrider.models.hub import default_path, fetch_default
+from outrider.models.hub import fetch_default
 from outrider.protocol.errors import OutriderError, PeerLost
 
 app = typer.Typer(
@@ -63,15 +64,8 @@ def drafters(context: typer.Context) -> None:
 @models_app.command()
 def fetch() -> None:
     """Download and prepare the default target, so that a start takes seconds. Do nothing if it exists."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    if (default_path() / "config.json").is_file():
-        typer.echo(f"{default_path()} already exists")
-        return
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
-        task = progress.add_task("looking", total=None)
-        path = fetch_default(lambda text: progress.update(task, description=text))
-        progress.update(task, description="done")
+    with Console().status("looking") as status:
+        path = fetch_default(status.update)
     typer.echo(f"the default target is at {path}; the default drafter comes with Outrider")
 
 

@@ -91,6 +91,6 @@ def output_form(json_schema: str, json_object: bool, regex: str) -> Grammar | No
     if json_schema and not json_schema.lstrip().startswith("{"):
         try:
             json_schema = Path(json_schema).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, RuntimeError, UnicodeDecodeError) as error:  # of ~ without a home
             raise InvalidRequest.of("--json-schema", json_schema, f"a JSON object or its file: {error}") from error
     return Grammar(json_schema=json_schema, json_object=json_object, regex=regex)

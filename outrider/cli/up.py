@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 from functools import partial
 from pathlib import Path
@@ -139,7 +140,7 @@ def up(
             if plan.others:
                 say(f"models: {escape(', '.join(each.name for each in plan.targets))}")
             flags = f"--endpoint {shlex.quote(_from_here(endpoints, host))}{_tls_flags(running.plan)}"
-            say(escape(f'try: outrider generate {flags} --chat "Who are you?"   Ctrl-C stops'))
+            say(escape(f'try: outrider generate {flags} "The capital of France is"   Ctrl-C stops'))
             if running.state is not None:
                 kept = ["sessions"] * (not redis_url()) + ["keys for further workers"] * (not fleet_key)
                 until = "" if running.state.kept else " until this ends"
@@ -173,25 +174,10 @@ def demo(
         raise OutriderError("the texts differ; this is a bug, please report it")
 
 
-_DEMO_TEXT = """def total_price(items, tax_rate):
-    total = 0
-    for item in items:
-        total = total + item.price * item.quantity
-    total_with_tax = total * (1 + tax_rate)
-    return round(total_with_tax, 2)
-
-
-def average_price(items):
-    if len(items) == 0:
-        return 0
-    total = 0
-    for item in items:
-        total = total + item.price
-    return round(total / len(items), 2)
-"""
 _DEMO_PROMPTS = {
     "a question": "Explain in a few sentences how a bicycle stays upright.",
-    "a text to quote": f"Repeat the following Python code exactly, then stop.\n\n```python\n{_DEMO_TEXT}```",
+    "a text to quote": "Repeat the following Python code exactly, then stop.\n\n"
+    f"```python\n{inspect.getsource(options.output_form)}```",
 }
 
 

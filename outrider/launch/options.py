@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from outrider.base.config import ENGINES, option
-from outrider.protocol.errors import InvalidRequest
+from outrider.base.config import option
 
 Target = Annotated[str, option("--target", "Target model: a directory, a .gguf file, a hub id, or 'default'.")]
 DRAFTER_FORMS = (
@@ -28,9 +27,3 @@ Engine = Annotated[
     ),
 ]
 Threads = Annotated[int, option("--threads", "CPU threads of each worker; 0 lets torch choose.")]
-
-
-def check_engine(engine: str, engines: tuple[str, ...] = ENGINES) -> None:
-    """Raise InvalidRequest for an unknown --engine."""
-    if engine not in engines:
-        raise InvalidRequest.of("--engine", engine, f"one of {', '.join(engines)}")

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from outrider.base.config import inherited_environment, redis_url
 from outrider.base.processes import ending_with_parent
 from outrider.client.sync import Client
 from outrider.launch.authority import make_certificate
-from outrider.launch.services import KINDS, Overrides, ServiceSpec, check_services, has_gpu, make_services
+from outrider.launch.services import Overrides, ServiceSpec, check_services, has_gpu, make_services
 from outrider.launch.state import StateFolder, state_folder
 from outrider.launch.targets import TargetPlan, worker_settings
 from outrider.protocol.errors import Expired, PeerLost, StartupError, Unavailable
@@ -36,7 +37,7 @@ _PROGRESS = "progress: "
 _REFUSED = "not registered: "
 _FIT_S = 30.0  # that a refused worker has when all others are there: a coordinator may still forget earlier ones
 _STOP_S = 5.0  # after the drain
-_RESTART_S = 1.0
+_RESTART_S, _MAX_RESTART_S = 1.0, 30.0  # between two starts of a service that dies again and again
 _LAST_LINES = 12
 _LOG_BYTES = 64 << 20  # of a service; as much again is kept of what it wrote before
 
@@ -95,6 +96,9 @@ class Child:
     state: str = "starting"
     address: str = ""
     http_address: str = ""
+    ports: dict[str, str] = field(default_factory=dict)  # by flag, which it keeps when it is restarted
+    pause_s: float = _RESTART_S / 2  # between its last restart and the next one
+    restart_at: float = 0.0  # not before, by the monotonic clock
     ready: threading.Event = field(default_factory=threading.Event)
     process: subprocess.Popen[str] | None = None
 
@@ -108,8 +112,8 @@ class Stack:
         self.state = state
         self.children: list[Child] = []
         self._redis = redis
-        self.access = _access(self.plan, self.plan.api_keys, "api_keys")  # a client's
-        self.fleet_access = _access(self.plan, self.plan.fleet_key, "fleet_key")
+        tls = Tls.load(cert=plan.tls_cert, key=plan.tls_key, ca=plan.tls_ca, name=plan.tls_name)
+        self.access = Channels(tls, ApiKeys.parse(plan.api_keys, "api_keys").first)  # a client's
 
     @property
     def endpoints(self) -> list[str]:
@@ -164,11 +168,16 @@ class Stack:
                 time.sleep(0.1)
 
     def restart_dead(self) -> list[Child]:
-        """Restart dead processes and return them."""
-        dead = [child for child in self.children if child.process is not None and child.process.poll() is not None]
+        """Restart dead processes and return them; the pauses of one that dies again and again grow."""
+        now = time.monotonic()
+        dead = [child for child in self._dead() if now >= child.restart_at]
         for child in dead:
             child.state = f"died {_way_of(child.process)}, restarting"
-            self._launch(child)
+            again = now < child.restart_at + 2 * _MAX_RESTART_S
+            child.pause_s = min(2 * child.pause_s, _MAX_RESTART_S) if again else _RESTART_S
+            child.restart_at = now + child.pause_s
+            with contextlib.suppress(OSError):  # no memory, or a full disk: tried again after the pause
+                self._launch(child)
         return dead
 
     def shorten_logs(self) -> None:
@@ -177,8 +186,10 @@ class Stack:
             with contextlib.suppress(OSError):  # a full disk, or the system has removed an old file from /tmp
                 # Where the system removed the folder, another user may have made it anew, with links to our files.
                 if self.folder.lstat().st_uid == os.getuid() and child.log.stat().st_size > _LOG_BYTES:
-                    shutil.copyfile(child.log, child.log.with_suffix(".log.1"))
-                    child.log.write_bytes(b"")
+                    try:
+                        shutil.copyfile(child.log, child.log.with_suffix(".log.1"))
+                    finally:  # a full disk keeps the beginning
+                        child.log.write_bytes(b"")
 
     def stop(self) -> None:
         """Send SIGTERM to all at once, and SIGKILL to those that are late; a second Ctrl-C does not wait."""
@@ -197,14 +208,12 @@ class Stack:
                 process.wait()
 
     def _raise_for_dead(self) -> None:
-        for child in self.children:
-            if child.process is not None and child.process.poll() is not None:
-                lines = child.log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-                raise StartupError("\n".join([f"{child.name} ended {_way_of(child.process)}:", *lines]))
+        for child in self._dead():
+            lines = child.log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+            raise StartupError("\n".join([f"{child.name} ended {_way_of(child.process)}:", *lines]))
 
-    def _spawn(self, name: str, service: str, /, **settings: Any) -> None:
-        """Start a process outside the plan."""
-        self._start(ServiceSpec(name, service, KINDS[service](**_common(self.plan, service), **settings)))
+    def _dead(self) -> list[Child]:
+        return [child for child in self.children if child.process is not None and child.process.poll() is not None]
 
     def _start(self, service: ServiceSpec) -> None:
         log = self.folder / f"{service.name}.log"
@@ -220,7 +229,7 @@ class Stack:
         # Only coordinators get REDIS_URL, with its password.
         with child.log.open("a") as log:
             child.process = subprocess.Popen(
-                child.command,
+                [*child.command, *chain(*child.ports.items())],  # the last of two equal flags counts
                 stdout=subprocess.PIPE,
                 stderr=log,
                 errors="replace",
@@ -237,11 +246,11 @@ class Stack:
                 if line.startswith(_READY):
                     child.address = line.removeprefix(_READY).strip()
                     child.state = "ready"
-                    child.command = _with_port(child.command, "--port", child.address)
+                    child.ports["--port"] = child.address.rpartition(":")[2]
                     child.ready.set()
                 elif line.startswith(_HTTP):
                     child.http_address = line.removeprefix(_HTTP).strip()
-                    child.command = _with_port(child.command, "--http-port", child.http_address)
+                    child.ports["--http-port"] = child.http_address.rpartition(":")[2]
                 elif line.startswith(_PROGRESS):
                     child.state = line.removeprefix(_PROGRESS).strip()
 
@@ -280,7 +289,7 @@ def on_one_cpu(device: str, drafter_device: str, engine: str) -> bool:
 
 def coordinators(plan: LaunchPlan, redis: str) -> list[ServiceSpec]:
     """Return the coordinators to start, with consecutive ports."""
-    own = _common(plan, "coordinator") | {"host": plan.host, "insecure": plan.insecure, "redis_url": redis}
+    own = common_settings(plan, "coordinator") | {"host": plan.host, "insecure": plan.insecure, "redis_url": redis}
     own |= {"api_keys": plan.api_keys, "open_metrics": plan.open_metrics}
     own |= {"default_model": plan.name if plan.others else ""}
     first = {"port": plan.port, "http_port": plan.http_port}
@@ -291,9 +300,9 @@ def coordinators(plan: LaunchPlan, redis: str) -> list[ServiceSpec]:
 def workers(plan: LaunchPlan, endpoints: Sequence[str]) -> list[ServiceSpec]:
     """Return the workers to start, for coordinators at `endpoints`."""
     own = {"coordinators": ",".join(endpoints), "dtype": plan.dtype, "threads": plan.threads}
-    verifier = own | _common(plan, "verifier") | {"device": plan.device, "engine": plan.engine}
+    verifier = own | common_settings(plan, "verifier") | {"device": plan.device, "engine": plan.engine}
     verifier |= {"kv_tokens": plan.kv_tokens, "quantization": plan.quantization}
-    drafter = own | _common(plan, "drafter") | {"device": plan.drafter_device}
+    drafter = own | common_settings(plan, "drafter") | {"device": plan.drafter_device}
     verifiers, drafters = worker_settings(plan.targets, plan.verifiers, int(plan.together))
     return [
         *make_services("verifier", [verifier | each for each in verifiers], plan.overrides),
@@ -301,7 +310,7 @@ def workers(plan: LaunchPlan, endpoints: Sequence[str]) -> list[ServiceSpec]:
     ]
 
 
-def _common(plan: LaunchPlan, kind: str) -> dict[str, Any]:
+def common_settings(plan: LaunchPlan, kind: str) -> dict[str, Any]:
     """Return the settings of all services, and the keys that this kind needs."""
     own: dict[str, Any] = {"log_level": plan.log_level, "otlp_endpoint": plan.otlp_endpoint}
     own |= {name: getattr(plan, name) for name in ("tls_cert", "tls_key", "tls_ca", "tls_name")}
@@ -341,11 +350,6 @@ def _with_own(plan: LaunchPlan, state: StateFolder) -> LaunchPlan:
     return replace(plan, fleet_key=f"@{state.key('fleet-key')}", drafter_key=given)
 
 
-def _access(plan: LaunchPlan, keys: str, name: str) -> Channels:
-    tls = Tls.load(cert=plan.tls_cert, key=plan.tls_key, ca=plan.tls_ca, name=plan.tls_name)
-    return Channels(tls, ApiKeys.parse(keys, name).first)
-
-
 def watch(running: Stack, report: Callable[[str], None]) -> None:
     """Restart dead processes until interrupted."""
     while True:
@@ -354,15 +358,6 @@ def watch(running: Stack, report: Callable[[str], None]) -> None:
         for child in running.restart_dead():
             with contextlib.suppress(OSError, SystemExit):  # rich exits where its output is closed: the others go on
                 report(f"{child.name} {child.state}")
-
-
-def _with_port(command: list[str], flag: str, address: str) -> list[str]:
-    """Return the command with a fixed port, so that a restarted service keeps it."""
-    port = address.rpartition(":")[2]
-    if flag in command:
-        at = command.index(flag) + 1
-        return [*command[:at], port, *command[at + 1 :]]
-    return [*command, flag, port]
 
 
 def _way_of(process: subprocess.Popen[str] | None) -> str:

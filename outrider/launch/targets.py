@@ -63,18 +63,18 @@ def worker_settings(targets: Iterable[TargetPlan], verifiers: int, own: int) -> 
 def plan_targets(targets: Sequence[str], drafters: Sequence[str], number: int, engine: str) -> tuple[TargetPlan, ...]:
     """Return the targets with `number` drafters of each given kind."""
     plans = [_read_target(text) for text in targets or (DEFAULT,)]
+    names = [plan.name or _own_name(plan.model) for plan in plans]
     if len(plans) > 1:
-        plans = [plan if plan.name else replace(plan, name=_own_name(plan.model)) for plan in plans]
-        _refuse_repeated("name", [plan.name for plan in plans])
-        paths = [Path(plan.model).expanduser() for plan in plans]
+        plans = [replace(plan, name=name) for plan, name in zip(plans, names, strict=True)]
+        _refuse_repeated("name", names)
+        paths = [Path(os.path.expanduser(plan.model)) for plan in plans]
         _refuse_repeated("model", [str(path.resolve() if path.exists() else path) for path in paths])
-    given = [_read_drafter(text, {plan.name for plan in plans}) for text in drafters or (AUTO,)]
-    chosen_for = []
-    for plan in plans:
-        chosen = [text for name, text in given if name in ("", plan.name)] or [AUTO]
-        kinds = tuple(_drafter_for(engine, text, plan.model) for text in chosen for _ in range(number))
-        chosen_for.append(replace(plan, drafters=kinds))
-    return tuple(chosen_for)
+    given = [_read_drafter(text, names) for text in drafters or (AUTO,)]
+    chosen = {own: [text for name, text in given if name in ("", own)] or [AUTO] for own in names}
+    return tuple(
+        replace(plan, drafters=tuple(_drafter_for(engine, it, plan.model) for it in chosen[own] for _ in range(number)))
+        for plan, own in zip(plans, names, strict=True)
+    )
 
 
 def _values(name: str, given: Sequence[str] | None) -> Sequence[str]:
@@ -87,7 +87,7 @@ def _values(name: str, given: Sequence[str] | None) -> Sequence[str]:
 def _read_target(text: str) -> TargetPlan:
     """Return the target of NAME=MODEL or MODEL; a path may contain an equals sign."""
     name, equals, model = text.partition("=")
-    if not (equals and name and model) or "/" in name or Path(text).expanduser().exists():
+    if not (equals and name and model) or "/" in name or Path(os.path.expanduser(text)).exists():
         return TargetPlan(text)
     return TargetPlan(model, name)
 
@@ -101,7 +101,7 @@ def _read_drafter(text: str, names: Iterable[str]) -> tuple[str, str]:
 def _own_name(model: str) -> str:
     if model == DEFAULT:
         return DEFAULT_NAME
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if not path.exists():
         return model  # a hub id
     return path.stem if path.suffix == ".gguf" else path.resolve().name

@@ -45,12 +45,8 @@ class RegistrationClient:
         self._describe = describe
         self._vocabulary = vocabulary
         self._access = access
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()  # sends the worker's state now instead of with the next heartbeat
         self._last_errors: dict[str, str] = {}  # by coordinator
-
-    def send_update(self) -> None:
-        """Send the worker's state now instead of with the next heartbeat."""
-        self._changed.set()
 
     async def run(self) -> None:
         for address in itertools.cycle(self._coordinators):
@@ -95,8 +91,8 @@ class RegistrationClient:
         while True:
             with contextlib.suppress(TimeoutError):  # no change: send a heartbeat
                 async with asyncio.timeout(seconds):
-                    await self._changed.wait()
-            self._changed.clear()
+                    await self.changed.wait()
+            self.changed.clear()
             await call.write(self._worker())
 
     def _worker(self) -> pb.RegisterRequest:

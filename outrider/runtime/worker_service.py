@@ -99,7 +99,7 @@ class WorkerService(MultiplexedService):
     def drain(self) -> None:
         self._draining = True
         self._worker_loop.drain()
-        self._registration.send_update()
+        self._registration.changed.set()
 
     def busy(self) -> bool:
         return self._worker_loop.busy

@@ -539,6 +539,6 @@ def _children(pid: int) -> list[str]:
 
 
 def test_up_makes_a_fleet_key_up(tmp_path: Path) -> None:
-    first, second = (Stack(LaunchPlan(), "redis://x", tmp_path).fleet_access.key for _ in range(2))
+    first, second = (Stack(LaunchPlan(), "redis://x", tmp_path).plan.fleet_key for _ in range(2))
     assert first != second
     assert len(first) >= 32

@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outrider.bench.common.report import import_on_use
 from outrider.client.sync import Client
-from outrider.launch.stack import LaunchPlan, Stack
+from outrider.launch.services import KINDS, ServiceSpec
+from outrider.launch.stack import LaunchPlan, Stack, common_settings
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import Role
 from outrider.runtime.embedded_redis import embedded_redis
@@ -60,7 +62,15 @@ def make_pair(folder: Path, acceptance: float, answers: ReferenceAnswers | None 
     return pair
 
 
-class RemoteStack(Stack):
+class SpawningStack(Stack):
+    """Stack with processes that no plan has."""
+
+    def spawn(self, name: str, service: str, /, **settings: Any) -> None:
+        """Start a process outside the plan."""
+        self._start(ServiceSpec(name, service, KINDS[service](**common_settings(self.plan, service), **settings)))
+
+
+class RemoteStack(SpawningStack):
     """Local verifier, and a drafter behind the link emulator."""
 
     def __init__(self, plan: LaunchPlan, pair: ToyPair, times: ThrottledTimes, redis: str, folder: Path) -> None:
@@ -72,11 +82,11 @@ class RemoteStack(Stack):
 
     def start_workers(self) -> None:
         common = {"coordinators": ",".join(self.endpoints), "device": "cpu", "threads": 1}
-        self._spawn("verifier", "verifier", target=str(self._pair.target), pace=self._times.verify, **common)
+        self.spawn("verifier", "verifier", target=str(self._pair.target), pace=self._times.verify, **common)
         drafter = {"kind": "model", "model": str(self._pair.draft)}
         drafter |= {"pace": f"1:{self._times.draft_ms:g}", "blur": self._times.blur}
         where = {"port": self.drafter_port, "advertise": f"127.0.0.1:{self.link_port}"}
-        self._spawn("drafter", "drafter", **drafter, **where, **common)
+        self.spawn("drafter", "drafter", **drafter, **where, **common)
 
 
 class Network:

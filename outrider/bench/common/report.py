@@ -19,6 +19,7 @@ from typing import Any
 from outrider.protocol.errors import InvalidRequest, StartupError
 
 Row = dict[str, Any]
+ENGINES = ("auto", "native", "cuda", "transformers", "vllm", "mock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,12 @@ def check_files(json_file: Path | None, plot_file: Path | None) -> None:
         if plot_file.suffix != ".png":
             raise InvalidRequest.of("--plot", plot_file, "a .png file")
         check_installed("matplotlib", "bench")
+
+
+def check_engine(engine: str, engines: tuple[str, ...] = ENGINES) -> None:
+    """Raise InvalidRequest for an unknown --engine."""
+    if engine not in engines:
+        raise InvalidRequest.of("--engine", engine, f"one of {', '.join(engines)}")
 
 
 def import_on_use(package: str, extra: str, module: str) -> Any:

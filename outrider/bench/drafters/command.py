@@ -17,13 +17,13 @@ from rich.table import Table
 from outrider.base.config import option
 from outrider.base.processes import end_on_signals
 from outrider.bench.common.progress import TurnProgress, turn_progress
-from outrider.bench.common.report import Row, check_files, import_on_use, write_json
+from outrider.bench.common.report import Row, check_engine, check_files, import_on_use, write_json
 from outrider.bench.drafters import peers, setups
 from outrider.bench.drafters.comparison import MODES, OUTRIDER, PLAIN, Comparison
 from outrider.bench.drafters.peers import Peer, PeerRecipe, Weights
 from outrider.bench.drafters.schedule import DraftersExtent, Schedule, bench_requests
 from outrider.bench.drafters.setups import PLAIN_SETUP, DrafterSetup
-from outrider.launch.options import Dtype, Engine, Target, Threads, check_engine
+from outrider.launch.options import Dtype, Engine, Target, Threads
 from outrider.launch.stack import LaunchPlan, Stack, on_one_cpu
 from outrider.models import GGUF
 from outrider.models.drafter_choice import best_drafter, drafter_kinds

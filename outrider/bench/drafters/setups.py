@@ -18,6 +18,7 @@ from pathlib import Path
 import grpc
 
 from outrider.base.rpc_status import error_from_rpc
+from outrider.bench.common.remote_pair import SpawningStack
 from outrider.bench.common.timed_output import timed
 from outrider.bench.drafters.comparison import PLAIN, BenchRequest, TimedAnswer
 from outrider.client.sync import Client
@@ -27,6 +28,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.runtime.embedded_redis import embedded_redis
+from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -66,7 +68,7 @@ def check_kinds(setups: Sequence[DrafterSetup], known: Sequence[str]) -> None:
                 raise InvalidRequest.of("--drafters", kind, f"one of {', '.join(known)}, or several joined by +")
 
 
-class SetupStack(Stack):
+class SetupStack(SpawningStack):
     """Stack with a coordinator for each setup."""
 
     def __init__(
@@ -87,7 +89,7 @@ class SetupStack(Stack):
     def start_coordinators(self) -> None:
         for i, (setup, url) in enumerate(zip(self.setups, self._redis_of, strict=True)):
             count = max(1, len(setup.drafters))
-            self._spawn(f"coordinator-{i + 1}", "coordinator", redis_url=url, http_port=-1, drafters_per_session=count)
+            self.spawn(f"coordinator-{i + 1}", "coordinator", redis_url=url, http_port=-1, drafters_per_session=count)
 
     def start_workers(self) -> None:
         """Start the verifier, registered with the first setup, and each drafter, registered with its own."""
@@ -102,9 +104,10 @@ class SetupStack(Stack):
         """Register the verifier with the other coordinators too, and wait for every drafter."""
         (first, _), *others = self.addressed()
         verifier = self.wait_workers(first, 1, tick)[0]
+        access = Channels(self.access.tls, ApiKeys.parse(self.plan.fleet_key, "fleet_key").first)
         with_own = self.plan.together  # verifiers, where a setup has one drafter
         for address in (address for address, setup in others if not with_own or len(setup.drafters) > 1):
-            self._exits.enter_context(registered(verifier, address, self.fleet_access))
+            self._exits.enter_context(registered(verifier, address, access))
         for address, setup in self.addressed():
             self.wait_workers(address, 1 + len(setup.drafters), tick)
 

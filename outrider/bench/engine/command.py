@@ -11,11 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outrider.base.config import ENGINES, option
-from outrider.bench.common.report import Times, check_files, import_on_use, write_json
+from outrider.base.config import option
+from outrider.bench.common.report import ENGINES, Times, check_engine, check_files, import_on_use, write_json
 from outrider.bench.engine import results, streams
 from outrider.bench.engine.results import EngineExtent, PassTimes, ServedTimes
-from outrider.launch.options import Dtype, Target, Threads, check_engine
+from outrider.launch.options import Dtype, Target, Threads
 from outrider.launch.stack import LaunchPlan
 from outrider.models.hub import DEFAULT, locate
 from outrider.protocol.errors import InvalidRequest

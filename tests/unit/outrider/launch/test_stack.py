@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import resource
 import shutil
 import signal
 import sys
@@ -263,6 +264,64 @@ def test_a_log_of_weeks_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     child.process.wait()
     running.shorten_logs()
     assert log.read_text() == "second"
+
+
+def test_a_full_disk_keeps_no_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was copied again each second, and stayed as long as it was."""
+    monkeypatch.setattr("outrider.launch.stack._LOG_BYTES", 1000)
+    running = Stack(replace(PLAN, port=0), "", tmp_path)
+    running.children.append(Child("a", [], log := tmp_path / "a.log", {}))
+    log.write_text("long" * 400)
+    log.with_suffix(".log.1").write_text("of before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (800, limits[1]))
+        running.shorten_logs()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not log.read_text()
+    assert log.with_suffix(".log.1").read_text() == "long" * 200
+
+
+def test_a_service_that_dies_again_and_again_is_started_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may load a model each time, on the cores of those that run."""
+    running = Stack(replace(PLAN, port=0), "", tmp_path)
+    running.children.append(child := Child("a", [sys.executable, "-c", ""], tmp_path / "a.log", {}))
+    running._launch(child)
+    now, started = 5.0, []
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    for _ in range(120):
+        assert child.process is not None
+        child.process.wait()
+        started += [now] * len(running.restart_dead())
+        now += 1
+    assert started == [5, 6, 8, 12, 20, 36, 66, 96]
+    now += 90
+    child.process.wait()
+    assert running.restart_dead(), "it has run for a minute"
+    assert child.pause_s == 1
+    child.process.wait()
+
+
+def test_a_restart_for_which_there_is_no_memory_is_tried_again(tmp_path: Path) -> None:
+    running = Stack(replace(PLAN, port=0), "", tmp_path)
+    running.children.append(child := Child("a", [sys.executable, "-c", ""], tmp_path / "a.log", {}))
+    running._launch(child)
+    assert child.process is not None
+    child.process.wait()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first = child.process
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        assert running.restart_dead() == [child]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert child.process is first
+    until(running.restart_dead, 10, "another try")
+    assert child.process is not first
+    child.process.wait()
 
 
 def test_a_service_that_dies_after_its_folder_was_cleaned_away_is_started_again(tmp_path: Path) -> None:

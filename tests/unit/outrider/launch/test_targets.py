@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.launch.services import check_services
 from outrider.launch.stack import LaunchPlan, coordinators, workers
 from outrider.launch.targets import TargetPlan, plan_targets, planned
 from outrider.protocol.errors import StartupError
@@ -70,6 +71,21 @@ def test_a_path_may_contain_an_equals_sign(tmp_path: Path) -> None:
 def test_a_target_without_a_drafter_of_its_own_has_the_best_one() -> None:
     plans = plan_targets(["a=x", "b=y"], ["a=ngram"], 1, "auto")
     assert [plan.drafters for plan in plans] == [(("ngram", ""),), DEFAULT_DRAFTER]
+
+
+def test_the_name_of_the_only_target_may_be_given_too() -> None:
+    for target, named in (("a", "a"), ("org/big", "org/big"), ("default", "SmolLM2-135M-Instruct"), ("x=a", "x")):
+        (plan,) = plan_targets([target], [f"{named}=ngram"], 1, "auto")
+        assert plan == TargetPlan("a" if named == "x" else target, "x" * (named == "x"), (("ngram", ""),))
+    with pytest.raises(StartupError, match="drafter is b=ngram"):
+        plan_targets(["a"], ["b=ngram"], 1, "auto")
+
+
+def test_the_home_of_no_user_is_a_path_that_does_not_exist() -> None:
+    home = "~no-user-has-this-name/x"
+    for target, drafter in ((home, "suffix"), ("a=x", f"model:{home}"), ("a=x", f"a={home}"), (f"a={home}", "auto")):
+        with pytest.raises(StartupError, match=home):
+            check_services(workers(LaunchPlan(**planned([target, "b=y"], [drafter], 1, "auto")), []))
 
 
 def test_two_targets_of_one_name_or_model_are_refused() -> None:
