@@ -103,6 +103,8 @@ def _build_all(
     """Build the verifier, and its own drafter if the settings name one."""
     if settings.own_drafter:
         choose_drafter(settings.own_drafter, settings.target)  # a wrong one is told before a model is loaded
+        if settings.metrics_port == 65535:
+            raise StartupError.of("metrics_port", 65535, "at most 65534: its own drafter has the next port")
     with tempfile.TemporaryDirectory(prefix="outrider-verifier-") as scratch:  # not longer: a killed process leaves it
         service = build(settings, Path(scratch), progress, rank_group)
     if not settings.own_drafter:

@@ -107,7 +107,7 @@ class EndpointRotation:
         """Yield the endpoint to ask, and switch to the next one if it fails; raise its error if there is no other."""
         endpoint = self.present
         try:
-            with outrider_errors():
+            with outrider_errors("there was a reply"):
                 yield endpoint
         except (PeerLost, Unavailable, Expired) as error:  # of one that hangs, too
             self.leave(endpoint, error)
@@ -116,14 +116,14 @@ class EndpointRotation:
 
 
 @contextlib.contextmanager
-def outrider_errors() -> Iterator[None]:
+def outrider_errors(awaited: str = "the output was complete") -> Iterator[None]:
     """Convert gRPC errors, of both kinds of stubs, to OutriderErrors."""
     try:
         yield
     except grpc.RpcError as error:
         meant = error_from_rpc(error)
         if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not isinstance(meant, Expired):  # the client's own
-            meant = Expired("the deadline passed before the output was complete")
+            meant = Expired(f"the deadline passed before {awaited}")
         if meant.field == _PAUSED:
             meant = PeerLost(meant.message, field=_PAUSED)
         raise meant from error

@@ -99,7 +99,7 @@ def read_assignments(assignments: Iterable[str]) -> Overrides:
 def read_file(path: Path) -> tuple[dict[str, Any], Overrides]:
     """Read a TOML file: flags of `up` by name, and a table per service."""
     try:
-        content = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+        content = tomllib.loads(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise _refused("--config", str(path), f"cannot be read: {reason}") from error

@@ -9,6 +9,7 @@ import json
 import re
 import struct
 import zipfile
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ _MASK = "mask_embedding.pt"  # never read: a checkpoint that has one is refused
 
 def drafter_folder(name: str) -> Path:
     """Return the folder of a drafter. That of a hub id is downloaded once, to where transformers keep targets."""
-    folder = Path(name).expanduser()
+    folder = Path(expanduser(name))
     if folder.exists() or not _HUB_ID.fullmatch(name):
         return folder
     for weights in ("*.safetensors", "*.bin"):
@@ -48,7 +49,7 @@ def is_published(folder: Path, name: str, target: str) -> bool:
         return False  # loading it as a model fails with the reason
     if _PROJECTION.search(names):
         return True
-    is_target = name == target or Path(target).expanduser().resolve() == folder.resolve()
+    is_target = name == target or Path(expanduser(target)).resolve() == folder.resolve()
     return is_target and bool(_MTP.search(names))
 
 

@@ -135,8 +135,8 @@ def _digest(key: str) -> bytes:
 def _lines(path: str, field: str) -> list[str]:
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # of ~ without a home
+        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", error)
         raise StartupError(f"{field}: cannot read {path}: {reason}", field=field, value=path) from error
     return [key for line in lines if (key := line.strip()) and not key.startswith("#")]
 

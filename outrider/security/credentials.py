@@ -115,7 +115,7 @@ class Credentials:
 
     def _watch(self, name: str, files: Sequence[str], load: Callable[[], None]) -> None:
         """Watch files; call this before the first `load`, so that no change is missed."""
-        self._watched.append(_Watched(name, [Path(file).expanduser() for file in files], load))
+        self._watched.append(_Watched(name, list(map(Path, files)), load))
 
     def _load_tls(self) -> None:
         self.tls = Tls.of(self._settings)
@@ -123,6 +123,6 @@ class Credentials:
 
 def _content(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
-    except OSError:
+        return path.expanduser().read_bytes()
+    except (OSError, RuntimeError):  # of ~ without a home
         return None

@@ -132,8 +132,8 @@ def _handshake(end: ssl.SSLObject) -> bool:
 def _read(field: str, path: str) -> bytes:
     try:
         return Path(path).expanduser().read_bytes()
-    except OSError as error:
-        message = f"{field}: cannot read {path}: {error.strerror}"
+    except (OSError, RuntimeError) as error:  # of ~ without a home
+        message = f"{field}: cannot read {path}: {getattr(error, 'strerror', error)}"
         raise StartupError(message, field=field, value=path, limit="a PEM file") from error
 
 

@@ -52,6 +52,12 @@ def test_a_drafter_that_is_not_there_is_told_before_a_model_is_loaded(tmp_path: 
     assert not stages
 
 
+def test_an_own_drafter_whose_metrics_would_have_no_port_is_refused_at_once(tmp_path: Path) -> None:
+    settings = VerifierSettings(target=str(tmp_path), own_drafter="suffix", metrics_port=65535)
+    with pytest.raises(StartupError, match="metrics_port is 65535, must be at most 65534: its own drafter"):
+        _build_all(settings, print, None)
+
+
 @pytest.mark.parametrize(("line", "wanted"), [([], 0), (["--kv-tokens", "0"], 0), (["--kv-tokens", "4096"], 4096)])
 def test_the_command_line_may_leave_the_size_out(line: list[str], wanted: int) -> None:
     given: list[VerifierSettings] = []

@@ -165,6 +165,11 @@ def test_a_refusal_before_the_deadline_keeps_its_own_words() -> None:
         assert told.value.retry_after_ms == retry_after_ms
 
 
+def test_a_call_with_one_reply_that_comes_late_awaits_no_output() -> None:
+    with pytest.raises(Expired, match="before there was a reply"), EndpointRotation(1).attempt(last=True):
+        raise late()
+
+
 def test_a_stream_that_was_not_read_for_long_can_be_resumed() -> None:
     unread = Expired("the peer has not read its messages for 30 s", field="write_timeout_s", limit="30 s")
     with pytest.raises(PeerLost, match="has not read"), outrider_errors():
