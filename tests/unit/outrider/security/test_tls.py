@@ -62,6 +62,13 @@ def test_files_that_cannot_be_read(authority: Authority, tmp_path: Path, name: s
     missing = tmp_path / "missing.pem"
     assert refusal(**files | {name: missing}) == f"{name}: cannot read {missing}: No such file or directory"
     assert refusal(**files | {name: tmp_path}) == f"{name}: cannot read {tmp_path}: Is a directory"
+    homeless = "~no-user-has-this-name/x"
+    assert refusal(**files | {name: homeless}) == f"{name}: cannot read {homeless}: Could not determine home directory."
+
+
+def test_a_file_of_keys_in_the_home_of_no_user_cannot_be_read() -> None:
+    with pytest.raises(StartupError, match="fleet_key: cannot read ~no-user-has-this-name/x: Could not determine home"):
+        Credentials(settings(fleet_key="@~no-user-has-this-name/x"))
 
 
 def test_a_key_of_another_certificate(authority: Authority) -> None:
