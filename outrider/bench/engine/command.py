@@ -38,6 +38,7 @@ _QUICK = EngineExtent(
     prefills=3,
     prompts=3,
 )
+_SERVED_AS = {"NativeEngine": "native", "CudaGraphEngine": "cuda", "TransformersEngine": "transformers"}
 _LEAST_ROUNDS = {False: 20, True: 7}  # by --quick; minima of fewer rounds are noise on a shared machine
 
 
@@ -84,7 +85,7 @@ def engine(
     forward_passes = import_on_use("torch", "models", "outrider.bench.engine.forward_passes")
     passes: PassTimes = forward_passes.measure(plan, extent, notify)
     forward_passes.release()
-    served = streams.measure(plan, extent, notify)
+    served = streams.measure(replace(plan, engine=_SERVED_AS[passes.engine]), extent, notify)  # `auto` may be vLLM
     summary = results.summary(passes, served)
     _show(console, passes, served, summary)
     if json_file is not None:

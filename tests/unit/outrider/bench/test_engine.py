@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from outrider.bench.common.report import Times
-from outrider.bench.engine import forward_passes
+from outrider.bench.engine import command, forward_passes
 from outrider.bench.engine.results import BASE_CONTEXT, PassTimes, ServedTimes, rows, summary
+from outrider.engine.cuda.engine import CudaGraphEngine
+from outrider.engine.native import NativeEngine
+from outrider.engine.transformers.engine import TransformersEngine
+from outrider.launch.stack import LaunchPlan
 
 PASSES = PassTimes(
     name="toy",
@@ -40,6 +45,29 @@ def test_the_summary_is_of_the_shortest_times() -> None:
     assert found["matmul_gflop_s"] == pytest.approx(3.0)
     assert found["floor_ms"] == pytest.approx(2.0), "20 MB at 10 GB/s"
     assert found["fraction_of_floor"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("measured", "served"), [(NativeEngine, "native"), (CudaGraphEngine, "cuda"), (TransformersEngine, "transformers")]
+)
+def test_the_services_run_the_engine_that_was_measured(
+    measured: type, served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU `auto` is vLLM for a verifier where that is installed, and never here."""
+    passes = replace(PASSES, engine=measured.__name__)
+    given: list[str] = []
+
+    def serve(plan: LaunchPlan, *_: object) -> None:
+        given.append(plan.engine)
+        raise KeyboardInterrupt
+
+    engines = SimpleNamespace(measure=lambda *_: passes, release=lambda: None)
+    monkeypatch.setattr(command, "locate", lambda *_: None)
+    monkeypatch.setattr(command, "import_on_use", lambda *_: engines)
+    monkeypatch.setattr("outrider.bench.engine.streams.measure", serve)
+    with pytest.raises(KeyboardInterrupt):
+        command.engine()
+    assert given == [served]
 
 
 def test_streams_are_compared_by_their_longest_gaps_and_usual_waits() -> None:
