@@ -58,6 +58,17 @@ async def test_streams_that_both_sides_end_are_not_counted() -> None:
     frames = [frame for number in range(1, 50) for frame in (opened(number), pb.SessionFrame(stream=number, end=over))]
     await received(sessions, *frames)
     assert sessions.failure is None
+    assert await until(lambda: not sessions._streams, 5), "else later ones are refused"
+    await sessions.cancel()
+
+
+async def test_a_stream_too_many_is_ended_with_the_reason() -> None:
+    sessions = make_sessions(until_the_peer_ends, max_streams=1)
+    await received(sessions, *map(opened, (1, 2)))
+    assert [stream.end_sent for stream in sessions._streams.values()] == [False, True]
+    ends = [frame.end for _, batch in sessions.frames._batches for frame in batch.frames if frame.HasField("end")]
+    assert [end.status for end in ends] == [grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]]
+    assert "streams is 2, must be at most 1" in ends[0].details
     await sessions.cancel()
 
 

@@ -144,6 +144,16 @@ async def test_nothing_follows_the_end() -> None:
         stream.receive(pb.SessionFrame(stream=1, payload=b"x"))
 
 
+async def test_what_was_not_read_before_our_own_end_is_dropped() -> None:
+    """It would stay in memory until the peer ends, and a handler that cleans up would get it."""
+    stream, _ = make_stream()
+    stream.receive(pb.SessionFrame(stream=1, payload=b"unread"))
+    stream.receive(pb.SessionFrame(stream=1, payload=b"x" * PART_BYTES, more=True))
+    stream.end(grpc.StatusCode.CANCELLED)
+    assert await stream.read() is None
+    assert [*stream._unread, *stream._parts] == []
+
+
 async def test_a_message_above_the_limit_ends_its_own_stream() -> None:
     receiver, frames = make_stream(max_message=3 * PART_BYTES)
     for _ in range(4):
