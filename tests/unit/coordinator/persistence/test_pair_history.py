@@ -76,6 +76,17 @@ async def test_what_redis_did_not_take_is_written_later() -> None:
     assert store.pairs == {("target", "ours"): shown(1.0)}
 
 
+async def test_a_history_is_written_once() -> None:
+    """Again every two seconds, an idle coordinator would undo what others have measured since."""
+    store = FakeStore()
+    pairs = PairHistoryStore(cast(Store, store))
+    pairs.remember("target", "ours", shown(1.0))
+    await pairs._write()
+    store.pairs["target", "ours"] = shown(9.0)
+    await pairs._write()
+    assert store.pairs["target", "ours"] == shown(9.0)
+
+
 async def test_gains_and_losses_add_up_within_bounds() -> None:
     store = FakeStore()
     pairs = PairHistoryStore(cast(Store, store))

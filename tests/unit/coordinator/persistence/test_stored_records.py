@@ -13,12 +13,13 @@ import pytest
 
 from coordinator.control.estimator import PairEstimate, PairHistory
 from coordinator.persistence import stored_records
-from coordinator.persistence.session_record import SessionRequest, SpeculationOptions, pack
+from coordinator.persistence.session_record import SessionRequest, SpeculationOptions, pack, pack_logprobs
 from coordinator.persistence.stored_records import Unreadable
 from outrider.protocol import convert
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
 from outrider.protocol.speculation import TokenKind as Kind
+from outrider.protocol.speculation import TokenLogprobs
 from outrider.security.api_keys import ApiKeys
 from outrider.v1 import coordinator_pb2 as pb
 
@@ -115,6 +116,15 @@ def test_a_session_is_read_as_it_was_written() -> None:
         *(3, [4, 5], [Kind.PLAIN, Kind.BONUS]),
         "LENGTH",
     )
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 3, 5])
+def test_log_probabilities_are_those_of_the_tokens_that_redis_has(kept: int) -> None:
+    """It may evict the one or the other."""
+    known = [TokenLogprobs(-float(number), (number, 9), (-1.0, -2.0)) for number in range(kept)]
+    tokens = pack([4] * 3, [Kind.PLAIN] * 3)
+    record = read_session(REQUEST.to_json().encode(), tokens=tokens, logprobs=pack_logprobs(known, 2))
+    assert record.logprobs == [*known, None, None, None][:3]
 
 
 def changed_request(*path: str | int, to: Any) -> bytes:
