@@ -9,8 +9,9 @@ from starlette.types import Message, Receive, Scope, Send
 from structlog.testing import capture_logs
 
 from coordinator.admission.byte_budget import UNCOUNTED, ByteBudget
-from coordinator.api.http.limits import BodyReader, RequestIds
+from coordinator.api.http.limits import BodyReader, KeyAuth, RequestIds
 from outrider.observability.metrics import CoordinatorMetrics
+from outrider.security.api_keys import ApiKeys
 
 _CHUNK = bytes(UNCOUNTED)
 
@@ -56,6 +57,28 @@ async def test_a_body_waits_for_the_others() -> None:
     counted = metrics.registry.get_sample_value
     assert counted("outrider_requests_refused_total", {"code": "overloaded"}) == 1
     assert counted("outrider_requests_refused_by_limit_total", {"limit": "request"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"), [("/v1/models", b"", 401), ("/v1/models", b"Bearer k", 200), ("/health", b"", 200)]
+)
+async def test_a_request_without_a_key_is_challenged(path: str, key: bytes, status: int) -> None:
+    """As HTTP wants it: some clients send a key only then."""
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"authorization", key)]}
+    await KeyAuth(app, ApiKeys(["k"]), frozenset({"/health"}))(scope, receive, send)
+    assert sent[0]["status"] == status
+    assert dict(sent[0]["headers"]).get(b"www-authenticate") == (b"Bearer" if status == 401 else None)
 
 
 @pytest.mark.parametrize(

@@ -58,3 +58,19 @@ async def test_connections_that_their_peers_abort_delay_no_other(monkeypatch: py
 
 async def test_without_descriptors_it_waits_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await seconds_until_answered(monkeypatch, NO_DESCRIPTOR) > 0.9
+
+
+async def test_a_coordinator_that_starts_again_gets_its_port_at_once() -> None:
+    """The system keeps connections that the one before has closed for a minute."""
+    port = 0
+    for _ in range(2):
+        settings = CoordinatorSettings(host="127.0.0.1", http_port=port)
+        server = HttpServer(hello, settings, Credentials(settings))
+        await server.start()
+        port = int(server.address.rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        async with asyncio.timeout(10):
+            assert (await reader.read()).startswith(b"HTTP/1.1 200"), "to its end: the server closes first"
+        writer.close()
+        await server.stop()
