@@ -42,3 +42,14 @@ async def test_the_same_holds_within_a_shared_stream() -> None:
     call = MultiplexedCall(MultiplexedStream(1, {}, FrameQueue(), WINDOW_BYTES, 1 << 30))
     assert call.send(b"x" * 2 * MAX_UNSENT_BYTES), "the first one may be a long prompt"
     assert sum(call.send(b"") for _ in range(MAX_UNSENT + 9)) == MAX_UNSENT
+
+
+async def test_a_call_of_its_own_that_is_closed_is_cancelled_and_writes_no_more() -> None:
+    """It would stay open at the worker, with its session."""
+    cancelled: list[bool] = []
+    call = OwnCall(SimpleNamespace(write=lambda message: asyncio.Event().wait(), cancel=lambda: cancelled.append(True)))
+    call.send(b"x")
+    await asyncio.sleep(0)
+    await call.close()
+    assert cancelled == [True]
+    assert call._writing.done()

@@ -66,6 +66,7 @@ async def test_a_stream_too_many_is_ended_with_the_reason() -> None:
     sessions = make_sessions(until_the_peer_ends, max_streams=1)
     await received(sessions, *map(opened, (1, 2)))
     assert [stream.end_sent for stream in sessions._streams.values()] == [False, True]
+    assert list(sessions._running) == [1]
     ends = [frame.end for _, batch in sessions.frames._batches for frame in batch.frames if frame.HasField("end")]
     assert [end.status for end in ends] == [grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]]
     assert "streams is 2, must be at most 1" in ends[0].details

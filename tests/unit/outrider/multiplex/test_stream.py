@@ -154,6 +154,22 @@ async def test_what_was_not_read_before_our_own_end_is_dropped() -> None:
     assert [*stream._unread, *stream._parts] == []
 
 
+async def test_who_waits_for_a_message_or_for_room_learns_of_it_and_of_a_loss() -> None:
+    stream, _ = make_stream()
+    reading = asyncio.ensure_future(stream.read())
+    await asyncio.sleep(0)
+    stream.receive(pb.SessionFrame(stream=1, payload=b"x"))
+    assert await asyncio.wait_for(reading, 5) == b"x"
+    stream.send(b"x" * 2 * WINDOW_BYTES)
+    reading, writing = asyncio.ensure_future(stream.read()), asyncio.ensure_future(stream.sent())
+    await asyncio.sleep(0)
+    assert not writing.done()
+    stream.fail(ConnectionError("lost"))
+    with pytest.raises(ConnectionError, match="lost"):
+        await asyncio.wait_for(reading, 5)
+    await asyncio.wait_for(writing, 5)
+
+
 async def test_a_message_above_the_limit_ends_its_own_stream() -> None:
     receiver, frames = make_stream(max_message=3 * PART_BYTES)
     for _ in range(4):

@@ -10,7 +10,16 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.dialects import HERMES, JSON, Manner, manner_of
+from coordinator.api.http.agents.dialects import (
+    HERMES,
+    JSON,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_ARGS,
+    Dialect,
+    Manner,
+    manner_of,
+)
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.agents.replies import chat_input
 from coordinator.workers.target import Target
@@ -82,6 +91,22 @@ def test_a_request_says_whether_its_prompt_opens_the_thoughts(
 ) -> None:
     manner = manner_for(template, **more)
     assert (manner.thinks, manner.thinking) == ("add_generation_prompt" not in more, thinking)
+
+
+@pytest.mark.parametrize(
+    ("template", "dialect"),
+    [
+        ("<|start_header_id|>user<|end_header_id|>{{ tools }}", JSON),  # Llama 3, which knows no tools
+        ("""<|start_header_id|>{{ tools }}{"name": function name, "parameters": dictionary}""", LLAMA3),  # 3.2
+        ("""<start_of_turn>{{ tools }}{"name": function name, "parameters": dictionary}""", JSON),
+        ("{{ tools }}<|python_tag|>", LLAMA3),
+        ("{{ tools }}[TOOL_CALLS]", MISTRAL),
+        ("{{ tools }}[TOOL_CALLS][ARGS]", MISTRAL_ARGS),
+        ("{{ tools }}<tool_call>", HERMES),
+    ],
+)
+def test_a_template_shows_the_dialect_of_its_calls(template: str, dialect: Dialect) -> None:
+    assert manner_of(target_of(template), "auto").dialect is dialect
 
 
 def test_a_template_without_thoughts_opens_none() -> None:
