@@ -41,10 +41,8 @@ class ByteBudget:
             self.give_back(share)
 
     def take(self, share: ByteShare, size: int) -> None:
-        """Count a request of this size so far; raise Overloaded beyond the limit."""
+        """Count a request of this size, as far as is known; raise Overloaded beyond the limit."""
         more = max(0, size - UNCOUNTED) - share.held
-        if more <= 0:
-            return
         if self._held + more > self.limit:
             self._trim_later()  # part of the request is in memory
             if more + share.held > self.limit:

@@ -99,7 +99,6 @@ class WholeMessages(grpc.aio.ServerInterceptor):
             if not reading.done() and large:
                 self._budget.take(share, self._largest)
                 await asyncio.wait({reading}, timeout=self._timeout_s)
-                self._budget.give_back(share)
             if not reading.done():
                 raise Expired("the message did not arrive in time", field="request", limit=f"{self._timeout_s:g} s")
             message = reading.result()

@@ -132,9 +132,7 @@ def read_session(
 ) -> SessionRecord:
     """Return the session of a record; one without a tenant belongs to the tenant that asks."""
     request, epoch, finish, model, verifier, tenant = given
-    if request is None or epoch is None:
-        raise Unreadable("session: without a request or an epoch")
-    asked = SessionRequest.from_json(request)
+    asked = SessionRequest.from_json(request or b"")
     asked.check()
     ids, kinds, ended = *unpack(tokens), int(finish or b"0")
     top = asked.params.logprobs
@@ -145,7 +143,7 @@ def read_session(
     return SessionRecord(
         session_id=session_id,
         request=asked,
-        epoch=int(epoch),
+        epoch=int(epoch or b""),
         tokens=ids,
         kinds=kinds,
         logprobs=[*known, *[None] * missing],

@@ -108,6 +108,23 @@ async def test_requests_that_are_held_back_count_as_the_largest_until_they_are_t
     assert budget._held == 0
 
 
+async def test_a_late_message_counts_as_large_as_it_is_once_it_is_there() -> None:
+    budget, handler, sent = ByteBudget(2 * LARGEST), Handler(), asyncio.Event()
+
+    async def late() -> AsyncIterator[pb.GenerateRequest]:
+        await sent.wait()
+        yield pb.GenerateRequest(prompt="x" * MIB)
+
+    answering = asyncio.ensure_future(anext((await reading(handler, budget))(late())))
+    assert await until(lambda: budget._held == LARGEST - UNCOUNTED, 5)
+    sent.set()
+    assert await until(lambda: bool(handler.requests), 5)
+    assert budget._held == handler.requests[0].ByteSize() - UNCOUNTED
+    handler.answer.set()
+    await answering
+    assert budget._held == 0
+
+
 async def test_a_large_request_counts_until_it_is_answered() -> None:
     budget = ByteBudget(3 * MIB)
     handler = Handler()

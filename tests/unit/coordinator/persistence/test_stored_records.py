@@ -189,6 +189,7 @@ def test_fields_of_a_session_are_bounded() -> None:
     request = REQUEST.to_json().encode()
     for given in (
         {"epoch": b"x"},
+        {"epoch": b""},
         {"tokens": pack([100], [Kind.PLAIN])},
         {"tokens": pack([1] * 300, [Kind.PLAIN] * 300)},
         {"finish": b"soon"},
