@@ -16,6 +16,7 @@ import grpc
 import pytest
 import redis
 
+from coordinator.control.estimator import PairHistory
 from coordinator.persistence.session_record import SessionRecord, SessionRequest, pack
 from coordinator.persistence.store import Store
 from coordinator.persistence.stored_records import seal_worker
@@ -388,6 +389,37 @@ async def test_log_probabilities_that_redis_evicted_from_a_running_session_are_w
         assert record.logprobs == running.logprobs
     finally:
         await store.connection.close()
+
+
+async def test_nothing_stays_in_redis_for_ever(redis_server: Redis) -> None:
+    """A session's time begins again with each write and each claim."""
+    store, another = (Store(redis_server.url, name, 60) for name in ("owner", "another"))
+    record = with_logprobs("ages", FinishReason.NONE)
+    info = WorkerInfo("ages", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
+    names = [f"outrider:{kind}:{{ages}}" for kind in ("session", "tokens", "logprobs")]
+    try:
+        with redis.Redis.from_url(redis_server.url) as there:
+            for whole in (True, False):
+                assert await store.write(record, 0, 4, whole=whole) == "OK"
+                assert [there.ttl(name) in range(50, 61) for name in names] == [True] * 3
+                assert all(map(there.persist, names))
+            assert await store.claim("ages") is not None
+            assert [there.ttl(name) in range(50, 61) for name in names] == [True] * 3
+            assert await store.reserve("ages", "ages digest") is None
+            reserved = await store.reserve("ages", "another digest")
+            assert reserved is not None
+            assert (reserved[0], 50 < reserved[1] <= 60) == ("ages digest", True)
+            await store.put_pair("ages", "d", PairHistory())
+            assert there.ttl("outrider:pair:ages:d") > 60
+            await store.put_worker(info, 5000)
+            assert 0 < there.pttl("outrider:worker:ages") <= 5000
+            await another.remove_worker("ages")
+            assert there.exists("outrider:worker:ages"), "it reports to the other coordinator now"
+            await store.remove_worker("ages")
+            assert not there.exists("outrider:worker:ages")
+    finally:
+        await store.connection.close()
+        await another.connection.close()
 
 
 async def test_pair_histories_and_idempotency_keys_of_a_stranger(house: House) -> None:
