@@ -125,5 +125,4 @@ return redis.call('HMGET', KEYS[1], 'data', 'coordinator', 'at', 'mac')
 REMOVE_WORKER = f"""{_SHAPES}
 -- KEYS: worker. ARGV: coordinator. Only the coordinator that wrote it last may remove it.
 if is(KEYS[1], 'hash') and redis.call('HGET', KEYS[1], 'coordinator') == ARGV[1] then redis.call('DEL', KEYS[1]) end
-return 1
 """

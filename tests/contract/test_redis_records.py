@@ -17,9 +17,10 @@ import pytest
 import redis
 
 from coordinator.control.estimator import PairHistory
+from coordinator.persistence.lua_scripts import MAX_TOKENS_BYTES
 from coordinator.persistence.session_record import SessionRecord, SessionRequest, pack
 from coordinator.persistence.store import Store
-from coordinator.persistence.stored_records import seal_worker
+from coordinator.persistence.stored_records import Unreadable, seal_worker
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.registrations import Registrations
 from coordinator.workers.worker_pool import WorkerPool
@@ -391,6 +392,28 @@ async def test_log_probabilities_that_redis_evicted_from_a_running_session_are_w
         await store.connection.close()
 
 
+async def test_a_session_of_another_tenant_is_not_there(redis_server: Redis) -> None:
+    """Neither its text nor its epoch, which would fence its owner."""
+    store, record = Store(redis_server.url, "owner", 60), with_logprobs("alice-1", FinishReason.NONE)
+    record.tenant = "alice"
+    try:
+        assert await store.write(record, 0, 4, whole=True) == "OK"
+        for tenant in ("bob", ""):
+            assert await store.claim("alice-1", tenant) is None
+            assert await store.cancel("alice-1", tenant) is None
+        claimed = await store.claim("alice-1", "alice")
+        assert claimed is not None
+        assert (claimed.epoch, claimed.tokens, claimed.finished) == (2, record.tokens, False)
+        assert await store.cancel("alice-1", "alice") is True
+        with redis.Redis.from_url(redis_server.url) as there:
+            there.setrange("outrider:tokens:{alice-1}", MAX_TOKENS_BYTES, b"x")
+        with pytest.raises(Unreadable):
+            await store.claim("alice-1", "alice")
+        assert store.up
+    finally:
+        await store.connection.close()
+
+
 async def test_nothing_stays_in_redis_for_ever(redis_server: Redis) -> None:
     """A session's time begins again with each write and each claim."""
     store, another = (Store(redis_server.url, name, 60) for name in ("owner", "another"))
@@ -438,7 +461,7 @@ async def test_pair_histories_and_idempotency_keys_of_a_stranger(house: House) -
 
 def test_an_address_of_a_worker_is_no_file(tmp_path: Path) -> None:
     """What is believed of an address is host:port: gRPC would take others for a socket, or resolve them its own way."""
-    from coordinator.persistence.stored_records import Unreadable, read_worker
+    from coordinator.persistence.stored_records import read_worker
 
     for address in ("unix:/tmp/x", "dns:///evil:1/x", "host", "a b:1"):
         data = record("w", address)
