@@ -8,6 +8,7 @@ import select
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import pytest_asyncio
@@ -126,3 +127,36 @@ async def test_a_new_connection_ends_no_answer_that_is_still_being_read(client: 
     writer.write(REQUEST % 10)
     assert (await asyncio.wait_for(reader.read(100), 5.0)).startswith(b"HTTP/1.1 200 ")
     writer.close()
+
+
+def held(connections: Connections, *, known: bool = False, busy: bool = False, handshake: bool = False) -> Any:
+    """Return a connection that was let in and, unless it is busy, waits for a request."""
+    opening = Mock() if handshake else None
+    made: Any = Mock(spec=["known", "opening", "sending", "transport"], known=known, opening=opening, sending=False)
+    assert connections.enter(made)
+    if not busy:
+        connections.idle(made)
+    return made
+
+
+def test_new_connections_replace_idle_ones_strangers_first_and_each_a_different_one() -> None:
+    """The system tells of a closed connection only later."""
+    connections = Connections(5)
+    known, busy, stranger = held(connections, known=True), held(connections, known=True), held(connections)
+    late, opening = held(connections), held(connections, handshake=True)
+    connections.busy(busy)
+    held(connections, busy=True)
+    assert stranger.transport.abort.called, "the one that is idle for longest"
+    assert not late.transport.abort.called
+    held(connections, busy=True)
+    held(connections, busy=True)
+    assert late.transport.abort.called
+    assert opening.opening.cancel.called
+    assert not known.transport.abort.called
+    held(connections, busy=True)
+    assert known.transport.abort.called
+    assert not connections.enter(Mock()), "all are busy"
+    assert connections.enter(busy), "it is in already"
+    connections.leave(busy)
+    held(connections, busy=True)
+    assert not busy.transport.abort.called
