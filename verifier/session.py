@@ -139,16 +139,12 @@ class VerifySession:
         if wrong := [spec.number for spec in specs if known[spec.number] != spec or len(known) > _MAX_STATES]:
             raise InvalidRequest.of("states.number", wrong[0], f"one of at most {_MAX_STATES}, each with one meaning")
         self._states = known
-        if steering.gamma is not None:
-            self.gamma = steering.gamma
+        self.gamma = self.gamma if steering.gamma is None else steering.gamma
+        self.max_guesses = self.max_guesses if steering.nodes is None else steering.nodes
+        self.paying_guesses = self.paying_guesses if steering.paying_nodes is None else steering.paying_nodes
+        self.plain_steps = self.plain_steps if steering.plain_steps is None else steering.plain_steps
         if steering.draft_wait_us is not None:
             self.draft_wait_s = steering.draft_wait_us / 1e6
-        if steering.nodes is not None:
-            self.max_guesses = steering.nodes
-        if steering.paying_nodes is not None:
-            self.paying_guesses = steering.paying_nodes
-        if steering.plain_steps is not None:
-            self.plain_steps = steering.plain_steps
         self.hidden_states.steer(steering.hidden_states, steering.states)
         if steering.earlier_states is not None:
             queue_request(self.outbox, steering.earlier_states)

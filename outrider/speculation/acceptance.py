@@ -142,13 +142,13 @@ def residuals(target: torch.Tensor, wanted: Sequence[Residual]) -> torch.Tensor:
 
 
 def _ratios(guesses: Sequence[Guess], starts: Sequence[int], target: torch.Tensor) -> list[list[float]]:
-    """Return target / draft of each guessed token."""
+    """Return target / draft of each guessed token; no draft is 0, because incoming messages are checked."""
     places = [(start + i, token) for start, g in zip(starts, guesses, strict=True) for i, token in enumerate(g.tokens)]
     row, token = to_device(torch.tensor(places, dtype=torch.int64).view(-1, 2).T.contiguous(), target.device)
     likely = iter(target[row, token].tolist())
     return [
-        [next(likely) / draft_prob(drawn, token) for token, drawn in zip(each.tokens, each.draft_probs, strict=True)]
-        for each in guesses
+        [next(likely) / (q.weights[q.ids.index(id_)] / WHOLE) for id_, q in zip(g.tokens, g.draft_probs, strict=True)]
+        for g in guesses
     ]
 
 
@@ -182,11 +182,6 @@ def _draw_finals(chances: Sequence[RandomSource], weights: torch.Tensor, positio
         return [chance.draw(*each) for chance, *each in zip(chances, weights, positions, strict=True)]
     ids = torch.arange(weights.shape[-1], device=weights.device)
     return [int(token) for token in noise.exponential_race(keys, ids, weights).tolist()]
-
-
-def draft_prob(draft: Distribution, token: int) -> float:
-    """Return the draft probability of a drawn token; never 0, because incoming messages are checked."""
-    return draft.weights[draft.ids.index(token)] / WHOLE
 
 
 def _kind(guessed: bool, guess_failed: bool) -> TokenKind:

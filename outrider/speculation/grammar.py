@@ -165,11 +165,11 @@ class GrammarMatcher:
         mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
         if np.count_nonzero(mask) == 1:
             mask = np.arange(len(mask)) == self._compiler.spell(int(mask.argmax()), self._matcher)
-        if self._ignore_eos:
-            further = mask.copy()
-            further[self._ends] = False
-            return further if further.any() else mask
-        return mask
+        if self._matcher.is_accepting() and not self._ignore_eos:
+            return mask
+        further = mask.copy()  # an end token may be text as well, as a line feed is
+        further[self._ends] = False
+        return further if further.any() else mask
 
     def _restart(self) -> None:
         started = time.perf_counter()

@@ -126,6 +126,18 @@ def test_the_end_is_where_nothing_can_follow(grammars: GrammarCompiler) -> None:
         over.advance(spelt("b"))
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_an_end_token_that_is_text_as_well_follows_only_where_the_output_may_end(ignore_eos: bool) -> None:
+    """A line feed, or a mark that the tokenizer takes for text: it ends the output wherever it is drawn."""
+    a, b, c = range(3)
+    compiler = GrammarCompiler(partial(tokenizer_json, FEW), [FEW_END, b])
+    guide = compiler.compile(asked(regex="[abc]{3}", ignore_eos=ignore_eos))
+    assert [set(mask.nonzero()[0].tolist()) for mask in guide.allowed([(), (a,), (a, c)], 4)] == [{a, c}] * 3
+    may_end = compiler.compile(asked(regex="a[abc]*", ignore_eos=ignore_eos), [a])
+    assert followers(may_end) == ({a, c} if ignore_eos else {a, b, c, FEW_END})
+    assert followers(compiler.compile(asked(regex="ab", ignore_eos=ignore_eos), [a])) == {b}, "nothing else can follow"
+
+
 def test_a_session_goes_on_from_what_it_has_said(grammars: GrammarCompiler) -> None:
     """As another verifier takes it over."""
     text = '{"a": [1, 22'
