@@ -95,9 +95,10 @@ def weights_digest(model: PreTrainedModel, vocabulary: Vocabulary, samples: Sequ
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the end tokens of transformers' generate: of generation config, configuration and tokenizer."""
-    generation: Any = getattr(model, "generation_config", None)
-    config: Any = model.config  # a model of several parts may name its end tokens only in the text part's configuration
-    named = (getattr(each, "eos_token_id", None) for each in (generation, config, config.get_text_config(), tokenizer))
-    lists = (each if isinstance(each, list) else [each] for each in named if each is not None)
-    return tuple(sorted({end for ends in lists for end in ends}))
+    """Return the end tokens of transformers' generate, and the tokenizer's."""
+    # A configuration that names none has its family's, which may be any token. Its text part may name them alone.
+    parts: Any = (getattr(model, "generation_config", None), model.config, model.config.get_text_config())
+    named = (getattr(part, "eos_token_id", None) for part in parts)
+    first: Any = next((ends for ends in named if ends not in (None, [])), [])
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return tuple(sorted({*own, *(first if isinstance(first, list) else [first])}))
