@@ -95,10 +95,11 @@ def weights_digest(model: PreTrainedModel, vocabulary: Vocabulary, samples: Sequ
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the end tokens of transformers' generate, and the tokenizer's."""
+    """Return the end tokens of transformers' generate, and the tokenizer's, as far as the model can write them."""
     # A configuration that names none has its family's, which may be any token. Its text part may name them alone.
     parts: Any = (getattr(model, "generation_config", None), model.config, model.config.get_text_config())
     named = (getattr(part, "eos_token_id", None) for part in parts)
     first: Any = next((ends for ends in named if ends not in (None, [])), [])
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return tuple(sorted({*own, *(first if isinstance(first, list) else [first])}))
+    ends = {*own, *(first if isinstance(first, list) else [first])}
+    return tuple(sorted(end for end in ends if end < model.get_output_embeddings().weight.shape[0]))

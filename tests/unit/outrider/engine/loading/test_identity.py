@@ -22,6 +22,7 @@ END = 256  # of the tokenizer
         ({"eos_token_id": 7}, {"eos_token_id": 9}, (7, END)),
         ({}, {"eos_token_id": [9, END]}, (9, END)),
         (None, {"eos_token_id": 9}, (9, END)),
+        (None, {"eos_token_id": 50256}, (END,)),  # GPT-2's own, in a small vocabulary
         (None, {"eos_token_id": None}, (END,)),
     ],
 )
