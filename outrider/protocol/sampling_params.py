@@ -135,7 +135,7 @@ class SamplingParams:
         if self.seed is not None:
             check_whole("params.seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
-            check_whole("params.logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            check_whole("params.logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size or MAX_LOGPROBS))
         check_count("params.logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for token, bias in self.logit_bias.items():
             check_token(f"params.logit_bias[{token}]", token, vocab_size)

@@ -103,6 +103,12 @@ def test_a_whole_number_is_whole(name: str) -> None:
     assert refused(SamplingParams(**{name: 1.5}), VOCAB).field == f"params.{name}"
 
 
+def test_more_log_probabilities_than_tokens_are_refused() -> None:
+    """At the verifier they would end the sessions of a whole step."""
+    assert refused(SamplingParams(logprobs=5), 4).limit == "in [0, 4]"
+    SamplingParams(logprobs=4).check(4)
+
+
 @pytest.mark.parametrize(
     ("change", "name", "value"),
     [
