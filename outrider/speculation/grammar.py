@@ -167,8 +167,8 @@ class GrammarMatcher:
             mask = np.arange(len(mask)) == self._compiler.spell(int(mask.argmax()), self._matcher)
         if self._matcher.is_accepting() and not self._ignore_eos:
             return mask
-        further = mask.copy()  # an end token may be text as well, as a line feed is
-        further[self._ends] = False
+        further = mask.copy()
+        further[self._ends if self._ignore_eos else self._compiler.written_ends] = False
         return further if further.any() else mask
 
     def _restart(self) -> None:
@@ -194,6 +194,7 @@ class GrammarCompiler:
         self._read_tokenizer = tokenizer
         self._trial = trial
         self.ends = tuple(ends)
+        self.written_ends: list[int] = []  # those that are text as well, as a line feed is; a grammar may name others
         self._tokenizer: LLTokenizer | None = None
         self._known = (dict[Grammar, LLMatcher](), dict[Grammar, LLMatcher]())  # those of one text apart
         self._lock = threading.Lock()  # one compilation at a time: many large grammars use one core
@@ -259,7 +260,9 @@ class GrammarCompiler:
             definition = json.loads(self._read_tokenizer()) | {"truncation": None, "padding": None}
             twins = _twins(definition.get("model", {}).get("vocab") or ())
             definition["added_tokens"] = [*definition.get("added_tokens", ()), *twins]
-            return LLTokenizer(json.dumps(definition), eos_token=list(self.ends))
+            made = LLTokenizer(json.dumps(definition), eos_token=list(self.ends))
+            self.written_ends = [end for end in self.ends if not made.is_special_token(end)]
+            return made
         except (OSError, ValueError) as error:
             raise _rejected(grammar, f"the bytes of the target's tokens are unknown: {error}") from error
 

@@ -100,6 +100,5 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> t
     parts: Any = (getattr(model, "generation_config", None), model.config, model.config.get_text_config())
     named = (getattr(part, "eos_token_id", None) for part in parts)
     first: Any = next((ends for ends in named if ends not in (None, [])), [])
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ends = {*own, *(first if isinstance(first, list) else [first])}
-    return tuple(sorted(end for end in ends if end < model.get_output_embeddings().weight.shape[0]))
+    ends = {tokenizer.eos_token_id, *(first if isinstance(first, list) else [first])}
+    return tuple(sorted(end for end in ends if end is not None and end < len(model.get_output_embeddings().weight)))

@@ -136,6 +136,8 @@ def test_an_end_token_that_is_text_as_well_follows_only_where_the_output_may_end
     may_end = compiler.compile(asked(regex="a[abc]*", ignore_eos=ignore_eos), [a])
     assert followers(may_end) == ({a, c} if ignore_eos else {a, b, c, FEW_END})
     assert followers(compiler.compile(asked(regex="ab", ignore_eos=ignore_eos), [a])) == {b}, "nothing else can follow"
+    named = compiler.compile(asked(lark=f"%llguidance {{}}\nstart: /[abc]*/ <[{FEW_END}]>", ignore_eos=ignore_eos), [a])
+    assert followers(named) == ({a, c} if ignore_eos else {a, c, FEW_END})
 
 
 def test_a_session_goes_on_from_what_it_has_said(grammars: GrammarCompiler) -> None:
