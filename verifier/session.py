@@ -143,8 +143,7 @@ class VerifySession:
         self.max_guesses = self.max_guesses if steering.nodes is None else steering.nodes
         self.paying_guesses = self.paying_guesses if steering.paying_nodes is None else steering.paying_nodes
         self.plain_steps = self.plain_steps if steering.plain_steps is None else steering.plain_steps
-        if steering.draft_wait_us is not None:
-            self.draft_wait_s = steering.draft_wait_us / 1e6
+        self.draft_wait_s = self.draft_wait_s if steering.draft_wait_us is None else steering.draft_wait_us / 1e6
         self.hidden_states.steer(steering.hidden_states, steering.states)
         if steering.earlier_states is not None:
             queue_request(self.outbox, steering.earlier_states)

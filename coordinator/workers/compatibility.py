@@ -44,12 +44,13 @@ class Compatibility:
         if info.role is Role.DRAFTER:
             check_drafter(info.model, self._targets)
             return False
-        if (same := self._targets.of(self.identity(info.model))) is not None:
+        same = self._targets.of(self.identity(info.model))
+        if same is not None and same.info.eos_token_ids == info.model.eos_token_ids:
             if (first := same.info.name) != info.model.name:
                 log.warning("equal weights under two names: the first counts", first=first, second=info.model.name)
             return False
         for known in self._targets:
-            if known.info.name == info.model.name and self._verifiers(known.identity):
+            if (known is same or known.info.name == info.model.name) and self._verifiers(known.identity):
                 raise target_mismatch(known, info)
         self._targets.check_room(self._verifiers)
         return True

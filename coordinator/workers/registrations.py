@@ -156,8 +156,8 @@ class Registrations:
                 connection.seen_at = time.monotonic()
                 return connection
         # One verifier of a new target fetches its tokenizer, for up to a minute; only others of it wait.
-        async with self._fetching.setdefault(identity := compatibility.identity(info.model), asyncio.Lock()):
-            if self.worker_pool.targets.of(identity) is None:
+        async with self._fetching.setdefault(compatibility.identity(info.model), asyncio.Lock()):
+            if compatibility.check(info):
                 return await self._add(info, await compatibility.fetch(info))
         return await self._add(info)
 

@@ -248,6 +248,24 @@ async def test_verifiers_of_a_new_target_that_come_together_send_its_tokenizer_o
     assert {target.info.name for target in prompt.worker_pool.targets} == {"a", "b"}
 
 
+async def test_a_verifier_that_comes_back_with_other_end_tokens_has_a_new_target(
+    prompt: Registrations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fetch(info: ModelInfo, *_: object) -> Target:
+        return target_of(info)
+
+    monkeypatch.setattr(compatibility, "fetch_target", fetch)
+    first = verifier("first", "127.0.0.1:1", "m")
+    await prompt.admit(first)
+    model = replace(first.model, eos_token_ids=(2, 7))
+    mended = replace(first, worker_id="mended", address="127.0.0.1:2", model=model)
+    with pytest.raises(ModelMismatch):
+        await prompt.admit(mended)
+    await prompt.remove(first.worker_id)
+    await prompt.admit(mended)
+    assert [target.info.eos_token_ids for target in prompt.worker_pool.targets] == [(2, 7)]
+
+
 async def test_a_worker_that_is_ignored_is_logged_once(store: SlowStore, prompt: Registrations) -> None:
     """Its record comes with every heartbeat, on every coordinator."""
     await prompt.admit(DRAFTER)
