@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coordinator.admission.byte_budget import UNCOUNTED, ByteBudget, ByteShare
 from coordinator.api.http.connections import KNOWN, MIN_BYTES_PER_S
 from coordinator.api.http.failures import respond
-from outrider.base.aio import background
+from outrider.base.aio import background, cancel_all
 from outrider.observability.request_context import REQUEST_ID, bind_context
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, Overloaded, Unauthenticated
 from outrider.security.api_keys import HEADER, ApiKeys
@@ -121,7 +121,7 @@ class BodyReader:
             while (await receive())["type"] != "http.disconnect":
                 continue
             gone.set()
-            working.cancel()
+            await cancel_all([working])
 
         working = asyncio.ensure_future(self._app(scope, receive_body, send))
         async with background(listen()):
@@ -129,7 +129,6 @@ class BodyReader:
                 await working
             except asyncio.CancelledError:
                 if not gone.is_set():
-                    working.cancel()
                     raise
 
     async def _read(self, receive: Receive, share: ByteShare) -> bytearray | None:

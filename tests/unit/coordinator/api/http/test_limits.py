@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -10,6 +11,7 @@ from structlog.testing import capture_logs
 
 from coordinator.admission.byte_budget import UNCOUNTED, ByteBudget
 from coordinator.api.http.limits import BodyReader, KeyAuth, RequestIds
+from outrider.base import aio
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.security.api_keys import ApiKeys
 
@@ -101,3 +103,35 @@ async def test_what_is_polled_is_no_event_of_the_log(path: str, status: int, lev
     with capture_logs() as lines:
         await RequestIds(app)({"type": "http", "method": "GET", "path": path, "headers": []}, receive, send)
     assert [(line["event"], line["status"], line["log_level"]) for line in lines] == [("http", status, level)]
+
+
+async def test_an_answer_ends_with_its_client_although_a_library_swallows_the_cancellation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As redis-py, which sends within asyncio.wait_for: in Python 3.11 that returns what it has instead."""
+    monkeypatch.setattr(aio, "CANCEL_AGAIN_S", 0.01)
+    asked = asyncio.Event()
+    messages = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()  # the answer
+
+    async def receive() -> Message:
+        if len(messages) == 1:
+            await asked.wait()
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        pass
+
+    reader = BodyReader(app, 8 * len(_CHUNK), timeout_s=5.0, budget=ByteBudget(len(_CHUNK)))
+    scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    reading = asyncio.ensure_future(reader(scope, receive, send))
+    try:
+        await asyncio.wait({reading}, timeout=2)
+        assert reading.done()
+    finally:
+        reading.cancel()
