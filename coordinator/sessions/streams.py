@@ -88,7 +88,11 @@ class WorkerStream(Generic[Out, In]):
         except grpc.aio.AioRpcError as error:
             raise self._cancelled_by or worker_error(self.connection.info.address, error) from error
         except asyncio.CancelledError:
-            raise self._lost() from None
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            address = self.connection.info.address  # gRPC cancels reads of a call that has been cancelled
+            raise self._cancelled_by or PeerLost(f"the connection to {address} was closed") from None
         if data is None:
             return None
         self.connection.silent_s = 0.0
@@ -109,13 +113,6 @@ class WorkerStream(Generic[Out, In]):
         if (kind := reply.WhichOneof("message") or "empty") != "opened":
             raise ProtocolViolation(f"{self.connection.info.address} sent a message that is {kind}, not opened")
         return reply
-
-    def _lost(self) -> BaseException:
-        """Return the error of a cancelled read: CancelledError only if the task itself was cancelled."""
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            return asyncio.CancelledError()
-        return self._cancelled_by or PeerLost(f"the connection to {self.connection.info.address} was closed")
 
 
 class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):

@@ -63,8 +63,7 @@ class KnownWorkers:
             return
         log.info("worker left", worker=worker_id)
         if connection.streams:
-            older, self._unregistered[worker_id] = self._unregistered.get(worker_id), connection
-            connection = older
+            self._unregistered[worker_id], connection = connection, self._unregistered.get(worker_id)
         if connection is not None:
             await connection.close()
 

@@ -121,9 +121,11 @@ class WorkerConnection:
         self._failures = 0
 
     async def close(self) -> None:
-        await cancel_all([self._probing])
-        await self._calls.close()
-        await self._channel.close()
+        try:
+            await cancel_all([self._probing])
+            await self._calls.close()
+        finally:  # the registration that replaces this one may end meanwhile
+            await self._channel.close()
 
     async def _probe(self) -> None:
         while True:

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from outrider.base.aio import cancel_all
 from outrider.multiplex.stream import STATUS_CODES, MultiplexedStream
 from outrider.protocol.convert import ERROR_KEY
 
@@ -73,8 +74,7 @@ class OwnCall:
 
     async def close(self) -> None:
         self.cancel()
-        self._writing.cancel()
-        await asyncio.gather(self._writing, return_exceptions=True)
+        await cancel_all([self._writing])
 
     async def _write(self) -> None:
         while True:

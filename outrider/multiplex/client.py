@@ -11,7 +11,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from outrider.base.aio import background
+from outrider.base.aio import background, cancel_all
 from outrider.multiplex.calls import MultiplexedCall, OwnCall, SessionCall, rpc_error
 from outrider.multiplex.frames import MAX_BATCH_BYTES, FrameQueue
 from outrider.multiplex.stream import MultiplexedStream, check_batch, check_window
@@ -128,9 +128,7 @@ class WorkerCalls:
 
     async def close(self) -> None:
         self._shares = False
-        for running in list(self._running):
-            running.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await cancel_all(list(self._running))
 
     async def _run(self, shared: SharedStream) -> None:
         # Batches are decoded here: a large one would need many times its size as messages.

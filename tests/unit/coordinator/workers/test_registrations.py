@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, cast
 
+import grpc
 import pytest
 import structlog
 
@@ -424,3 +425,17 @@ async def test_a_worker_that_comes_back_while_another_connection_is_closed_keeps
     await unused
     assert list(workers) == [second]
     assert not second._probing.done(), "it is still open"
+
+
+async def test_the_connection_to_a_worker_is_closed_although_the_one_in_its_place_leaves_at_once(
+    store: SlowStore, prompt: Registrations
+) -> None:
+    """As while a worker restarts again and again: each left a channel and a stream to the process before it."""
+    before = await known_from_a_record(store, prompt)
+    restarted = asyncio.create_task(prompt.admit(replace(DRAFTER, worker_id="restarted")))
+    while prompt.worker_pool.connections():
+        await asyncio.sleep(0)
+    restarted.cancel()
+    await asyncio.wait({restarted})
+    assert restarted.cancelled()
+    assert before._channel._channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
