@@ -88,11 +88,9 @@ class WorkerStream(Generic[Out, In]):
         except grpc.aio.AioRpcError as error:
             raise self._cancelled_by or worker_error(self.connection.info.address, error) from error
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            address = self.connection.info.address  # gRPC cancels reads of a call that has been cancelled
-            raise self._cancelled_by or PeerLost(f"the connection to {address} was closed") from None
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # else gRPC cancelled the read, as it does for a call that was cancelled
+            raise self._cancelled_by or PeerLost(f"the stream to {self.connection.info.address} was closed") from None
         if data is None:
             return None
         self.connection.silent_s = 0.0

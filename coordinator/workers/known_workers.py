@@ -58,8 +58,7 @@ class KnownWorkers:
 
     async def drop(self, worker_id: str) -> None:
         """Remove a worker. Streams of sessions end with the worker, not with its registration."""
-        connection = self._present.pop(worker_id, None)
-        if connection is None:
+        if (connection := self._present.pop(worker_id, None)) is None:
             return
         log.info("worker left", worker=worker_id)
         if connection.streams:

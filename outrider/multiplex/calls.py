@@ -30,11 +30,9 @@ class MultiplexedCall:
 
     async def read(self) -> bytes | None:
         """Return the next message, or None after an orderly end; raise the error of a failed call."""
-        message = await self._stream.read()
-        if message is not None:
+        if (message := await self._stream.read()) is not None:
             return message
-        end = self._stream.end_received
-        if end is None:
+        if (end := self._stream.end_received) is None:
             raise rpc_error(grpc.StatusCode.CANCELLED, "cancelled here")
         if end.status != grpc.StatusCode.OK.value[0]:
             raise rpc_error(STATUS_CODES[end.status], end.details, end.error)
