@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,8 @@ _NAMED = re.compile(r" // ([\w-]+)\n *\^")  # the comment of the line with the e
 LOWEST, MAX_REPEATED = -9.2e18, 2_000
 _REPEATED, _PATTERN = re.compile(r"[^*+?][*+?]|\{\d"), re.compile(r'(?:pattern|separator)"\s*:\s*("(?:[^"\\]|\\.)*+")')
 _NEGATIVE = re.compile(r"(?<=[\s:,[])-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")  # numbers in JSON
-_CONSTANTS, _LONG = re.compile(r'"(?:const|enum)"\s*:([^":}]*)'), re.compile(r"(?<![\d.+])\d{16,}(?![\d.eE])")
-_TEXTS = re.compile(r'("(?:const|enum)"\s*:)|"(?:[^"\\]|\\.)*"')
+_TEXTS, _SCHEMAS = re.compile(r'"(?:[^"\\]|\\.)*"'), re.compile(r"(?:\A|%json)\s*(?=\{\s*[\"}])")
+NAMED, CONSTANTS = ("$defs", "definitions", "patternProperties", "properties"), ("const", "enum")  # of JSON schemas
 
 # Whitespace between the parts of a JSON text: none, one space, or a line break with indentation.
 WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
@@ -245,7 +245,7 @@ class GrammarCompiler:
         self._tokenizer = self._tokenizer or self._load(grammar)
         try:
             matcher = LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=_LIMITS)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _rejected(grammar, str(error)) from error
         if not matcher.is_error():
             matcher.compute_bitmask()  # the slowest one; its states are cached
@@ -290,15 +290,29 @@ def _definition(grammar: Grammar) -> str:
         raise ValueError(f"more than {MAX_REPEATED} repetitions")
     if grammar.regex:
         return LLMatcher.grammar_from_regex(grammar.regex)
-    text = _TEXTS.sub(r"\1", grammar.text) if grammar.json_schema else grammar.text  # lark hides quotes
+    text = _TEXTS.sub("", grammar.text) if grammar.json_schema else grammar.text  # lark hides quotes
     if any(float(number) <= LOWEST for number in _NEGATIVE.findall(text)) or grammar.lark.lstrip()[:1] == "{":
         raise ValueError(f"numbers must be above {LOWEST:g}, and lark no list of grammars in JSON, which may hide one")
-    for number in map(int, _LONG.findall(" ".join(_CONSTANTS.findall(text)))):
-        if number > -LOWEST or number != float(number):
-            raise ValueError(f"const and enum need a string for what would be written rounded to a double: {number}")
+    for found in _SCHEMAS.finditer(grammar.text):
+        for number in _constants(json.JSONDecoder().raw_decode(grammar.text, found.end())[0]):
+            if number > -LOWEST or number != float(number):
+                raise ValueError(f"const and enum need a string for what would be written rounded to a double: {number}")
     if grammar.lark:
         return LLMatcher.grammar_from_lark(grammar.lark)
     return LLMatcher.grammar_from_json_schema(grammar.json_schema or '{"type": "object"}', defaults=WHITESPACE)
+
+
+def _constants(schema: Any, *, named: bool = False, inside: bool = False) -> Iterator[int]:
+    """Yield the integers that a schema has as constants or within them; keys of `named` parts are no keywords."""
+    if isinstance(schema, dict):
+        for name, part in schema.items():
+            constant = inside or (name in CONSTANTS and not named)
+            yield from _constants(part, named=name in NAMED and not named, inside=constant)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from _constants(part, inside=inside)
+    elif inside and isinstance(schema, int):
+        yield schema
 
 
 def _on_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:

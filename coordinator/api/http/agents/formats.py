@@ -9,10 +9,9 @@ from typing import Any
 
 from coordinator.api.http.agents.dialects import THINK, Dialect
 from outrider.protocol.sampling_params import Grammar
-from outrider.speculation.grammar import WHITESPACE
+from outrider.speculation.grammar import CONSTANTS, NAMED, WHITESPACE
 
 _ESCAPED, _FOREIGN = re.compile(r"\\.|/", re.DOTALL), re.compile(r'"\$ref": "[^#]')
-_NAMED, _VALUES = ("$defs", "definitions", "patternProperties", "properties"), ("const", "enum")
 _NOTES = ("$comment", "default", "description", "examples", "title")
 # Where calls have no opener, an object with a field of arguments could be one.
 _NO_CALL = [{"$ref": "#/$defs/answer"}, {"properties": {"arguments": False, "parameters": False}}]
@@ -56,8 +55,8 @@ def bare(schema: Any, place: str = "#", *, named: bool = False) -> Any:
             name: place + part[1:]
             if name == "$ref" and isinstance(part, str) and part[:2] in ("#", "#/")
             else part
-            if name in _VALUES and not named
-            else bare(part, place, named=name in _NAMED and not named)
+            if name in CONSTANTS and not named
+            else bare(part, place, named=name in NAMED and not named)
             for name, part in schema.items()
             if named or name not in _NOTES
         }
