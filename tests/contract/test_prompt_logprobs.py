@@ -77,6 +77,24 @@ async def test_streams_and_choices_tell_the_same(api: AsyncOpenAI, prompts: list
     assert words == "One."
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_without_an_output_a_prompt_can_be_scored(api: AsyncOpenAI, logprobs: int | None) -> None:
+    """As evaluation harnesses do, with a text or its tokens."""
+    given = ASK | {"prompt": [TEXT, "One."], "max_tokens": 0, "logprobs": logprobs}
+    whole = (await api.completions.create(**given)).choices
+    assert [choice.text for choice in whole] == [TEXT, "One."]
+    texts, ends = ["", ""], list[str]()
+    async for chunk in await api.completions.create(**given, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+        ends += [chunk.choices[0].finish_reason] if chunk.choices[0].finish_reason else []
+    assert (texts, len(ends)) == ([TEXT, "One."], 2)
+    scored = (await api.completions.create(**given | {"max_tokens": 1})).choices if logprobs else []
+    for one, more in zip(whole, scored, strict=bool(logprobs)):
+        assert one.logprobs is not None is not more.logprobs
+        assert one.logprobs.token_logprobs == (more.logprobs.token_logprobs or [])[:-1]
+        assert one.logprobs.text_offset == (more.logprobs.text_offset or [])[:-1]
+
+
 async def test_a_prompt_of_one_token(api: AsyncOpenAI) -> None:
     told = (await api.completions.create(prompt=[65], **ASK)).choices[0].logprobs
     assert told is not None

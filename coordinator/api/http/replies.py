@@ -34,7 +34,7 @@ class Replies(ABC, Generic[BodyT]):
     prefix: str  # of ids
     kind: str
     chunk_kind: str
-    prompts: Mapping[tuple[int, ...], list[Token]] = {}  # with log probabilities, if the answer has them
+    prompts: Mapping[int, list[Token]] = {}  # by their numbers, with log probabilities, if the answer has them
 
     def __init__(self, body: BodyT, target: Target, model: str) -> None:
         self._body: BodyT = body
@@ -110,16 +110,17 @@ class CompletionReplies(Replies[CompletionBody]):
     kind = chunk_kind = "text_completion"
 
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.CompletionChoice:
+        said, text = self._said(session, tokens, ended=True)
         return {
             "index": number,
-            "text": self._echo(number, session) + text_of(tokens) + session.output.rest.text,
-            "logprobs": self._logprobs([*self.prompts.get(session.record.request.prompt, ()), *tokens], 0),
+            "text": self._echo(number, session) + text,
+            "logprobs": self._logprobs([*self.prompts.get(number // self._body.choices, ()), *said], 0),
             "finish_reason": reason_of(session),
         }
 
     def _echoed(self, number: int, session: Session) -> Iterator[responses.CompletionChunkChoice]:
         if self._body.echo and number not in self._written:
-            echo, prompt = self._echo(number, session), self.prompts.get(session.record.request.prompt, ())
+            echo, prompt = self._echo(number, session), self.prompts.get(number // self._body.choices, ())
             for start in range(0, len(prompt) or 1, MAX_READ):
                 read, at = prompt[start : start + MAX_READ], self._written[number]
                 end = at + len(text_of(read)) if start + MAX_READ < len(prompt) else len(echo)
@@ -129,15 +130,21 @@ class CompletionReplies(Replies[CompletionBody]):
 
     def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.CompletionChunkChoice]:
         parts: list[responses.CompletionChunkChoice] = []
-        text = text_of(tokens) if tokens else session.output.rest.text
-        logprobs = self._logprobs(tokens, self._written[number])
+        said, text = self._said(session, tokens, ended=not tokens)
+        logprobs = self._logprobs(said, self._written[number])
         self._written[number] += len(text)
         if text or logprobs or self._body.show or not tokens:
             reason = None if tokens else reason_of(session)
             parts.append({"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason})
             if self._body.show:
-                parts[-1]["speculation"] = speculation_of(session, tokens)
+                parts[-1]["speculation"] = speculation_of(session, said)
         return parts
+
+    def _said(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> tuple[Sequence[Token], str]:
+        """Return new tokens and their text: none where the request is for its prompts alone."""
+        if self._body.max_tokens == 0:
+            return (), ""
+        return tokens, text_of(tokens) + session.output.rest.text * ended
 
     def _echo(self, number: int, session: Session) -> str:
         sent = self._body.prompts[number // self._body.choices] if self._body.echo else ""

@@ -126,7 +126,8 @@ async def prompts_of(target: Target, body: CompletionBody, monkeypatch: pytest.M
 
     monkeypatch.setattr(prompt_logprobs, "start_answer", start)
     nothing: Any = None
-    return await prompt_logprobs.echoed_prompts(body, nothing, [*map(request, encoded)], target, "")
+    requests = [request(each) for each in encoded for _ in range(body.choices)]
+    return await prompt_logprobs.echoed_prompts(body, nothing, requests, target, "")
 
 
 async def test_offsets_fit_a_prompt_with_control_tokens(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +192,35 @@ async def test_offsets_of_an_answer_fit_the_echo_of_a_text_that_the_tokenizer_ch
     (text, offsets), _ = await replied(composing, body, await prompts_of(composing, body, monkeypatch))
     assert text == prompt + ANSWER
     assert offsets[-len(ANSWER) :] == [text.index(ANSWER) + at for at in range(len(ANSWER))]
+
+
+async def test_texts_of_the_same_tokens_have_offsets_of_their_own(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a text and its composed form: the offsets of the first one were those of the second one."""
+    from tokenizers import normalizers
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    composing = replace(target, tokenizer=tokenizer, vocabulary=Vocabulary.of(tokenizer))
+    body = CompletionBody.model_validate({"prompt": ["e\N{COMBINING ACUTE ACCENT}", "é"], "echo": True, "logprobs": 0})
+    told = await replied(composing, body, await prompts_of(composing, body, monkeypatch))
+    for (text, offsets), prompt in zip(told, body.prompts, strict=True):
+        assert (text, offsets[-len(ANSWER)]) == (f"{prompt}{ANSWER}", len(prompt))
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+async def test_with_a_limit_of_zero_tokens_there_is_the_prompt_alone(
+    target: Target, logprobs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluation harnesses ask so for the log probabilities of texts."""
+    given = {"prompt": ["One", "Three"], "n": 2, "echo": True, "max_tokens": 0, "logprobs": logprobs}
+    body = CompletionBody.model_validate(given)
+    assert body.limit == 1
+    prompts = await prompts_of(target, body, monkeypatch)
+    told = await replied(target, body, prompts, answer=[*target.encode("a"), target.encode("é")[0]])
+    assert [text for text, _ in told] == ["One", "One", "Three", "Three"]
+    assert [len(offsets) for _, offsets in told] == ([0] * 4 if logprobs is None else [3, 3, 5, 5])
 
 
 async def test_a_long_prompt_with_log_probabilities_is_echoed_in_parts_between_which_others_write(
