@@ -12,7 +12,7 @@ import structlog
 
 from coordinator.admission.model_limits import limits_of
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
-from coordinator.workers.chat_template import Chat
+from coordinator.workers.chat_template import ONE_SYSTEM, Chat, one_system
 from coordinator.workers.target import Target
 from outrider.base.aio import LARGE_BYTES, beside
 from outrider.observability.metrics import CoordinatorMetrics
@@ -55,12 +55,14 @@ def admission(metrics: CoordinatorMetrics) -> Iterator[None]:
         raise
 
 
-def from_proto(request: pb.GenerateRequest) -> ClientRequest:
-    kind = request.WhichOneof("input")
+def from_proto(request: pb.GenerateRequest, target: Target) -> ClientRequest:
+    kind, given = request.WhichOneof("input"), request.chat.messages
+    late = ONE_SYSTEM.search(str(target.tokenizer.chat_template)) is None
+    messages = [{"role": it.role.replace("developer", "system"), "content": it.content} for it in given]
     return ClientRequest(
         params=convert.params_from_proto(request.params),
         prompt=request.prompt if kind == "prompt" else None,
-        chat=Chat.of((message.role, message.content) for message in request.chat.messages) if kind == "chat" else None,
+        chat=Chat(one_system(messages, late=late)) if kind == "chat" else None,
         tokens=request.tokens.ids if kind == "tokens" else None,
         speculation=from_plain(SpeculationOptions, convert.present_fields(request.speculation)),
         cache_salt=request.cache_salt,

@@ -110,7 +110,7 @@ class CoordinatorService(rpc.OutriderServicer):
             with admission(self.sessions.metrics):
                 set_urgency(request.priority if request.HasField("priority") else None, context.time_remaining())
                 target = await self.sessions.targets.find(request.model, urgency().remaining_s)
-                prepared = await prepare(from_proto(request), request.ByteSize(), target, self._settings)
+                prepared = await prepare(from_proto(request, target), request.ByteSize(), target, self._settings)
                 session = await self.sessions.begin(prepared, target, request.idempotency_key)
             call["session_id"] = session.record.session_id
             del request  # see `WholeMessages`
@@ -122,7 +122,7 @@ class CoordinatorService(rpc.OutriderServicer):
         await _set_request_id(context)
         with _logged("Resume", session_id=request.session_id):
             with admission(self.sessions.metrics):
-                session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
+                session = await self.sessions.take_over(request.session_id, request.from_position, request.tail)
             async with contextlib.aclosing(self._stream(session, request.from_position)) as replies:
                 del request
                 async for reply in replies:

@@ -6,6 +6,8 @@ failed before it stored the end, or the client sent tokens with Resume. An outpu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.workers.target import Target
@@ -42,7 +44,7 @@ def _end(record: SessionRecord, target: Target) -> tuple[int, FinishReason] | No
     return None
 
 
-def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], target: Target, *, closed: bool) -> None:
+def append_tail(record: SessionRecord, position: int, tail: Sequence[int], target: Target, *, closed: bool) -> None:
     """Append tokens that the client has and the record lacks, in rejection and block mode; raise if it is `closed`.
 
     There they cannot be generated again. In the other modes they are, and the client's tokens are ignored.

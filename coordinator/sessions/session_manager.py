@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from weakref import WeakValueDictionary
@@ -195,7 +195,7 @@ class SessionManager:
             self._admit_request(record.request, target)
         return live or self._run(Session(record, target, self._context))
 
-    async def take_over(self, session_id: str, position: int, tail: tuple[int, ...]) -> Session:
+    async def take_over(self, session_id: str, position: int, tail: Sequence[int]) -> Session:
         """Return the session to follow: the running one, or one continued from its record."""
         if (live := self._live(session_id)) is not None:
             await live.opened()

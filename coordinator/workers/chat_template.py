@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PRIVATE = range(0xE000, 0xF900)  # private-use characters
+ONE_SYSTEM = re.compile("must be at the beginning|initial optional system|assistant and tool roles are supported")
+
+
+def one_system(messages: Iterable[dict[str, Any]], *, late: bool) -> list[dict[str, Any]]:
+    """Return messages with those of the system at the beginning as one: templates refuse a second one, or drop it.
+
+    Where templates refuse `late` ones, too, these come first.
+    """
+    given = sorted(messages, key=lambda message: not late and message["role"] != "system")
+    told = [*takewhile(lambda message: message["role"] == "system", given)]
+    joined = "\n\n".join(filter(None, (message["content"] for message in told)))
+    return [{"role": "system", "content": joined}] * bool(told) + given[len(told) :]
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
@@ -43,11 +55,6 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template; no text of clients
-
-    @classmethod
-    def of(cls, messages: Iterable[tuple[str, str]]) -> Chat:
-        """Return a chat of (role, content)."""
-        return cls([{"role": role, "content": content} for role, content in messages])
 
     def texts(self) -> Iterator[str]:
         """Yield every text that the client wrote, in any order."""

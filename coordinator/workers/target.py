@@ -75,7 +75,8 @@ class Target:
                 **chat.variables,
             )
         except Exception as error:  # templates are programs and may raise anything
-            raise InvalidRequest(f"the chat template rejects these messages: {error}", field="chat.messages") from error
+            message = f"the chat template rejects these messages: {shorten(str(error))}"
+            raise InvalidRequest(message, field="chat.messages") from error
         check_count("chat.messages", len(text := str(rendered)), limit, "characters as the chat template writes them")
         pieces = text.split(cut.mark) if cut.mark else [text]  # each has a token at least
         check_count("chat.messages", len(pieces), self.info.context_length, "texts around special tokens")

@@ -296,7 +296,9 @@ def _definition(grammar: Grammar) -> str:
     for found in _SCHEMAS.finditer(grammar.text):
         for number in _constants(json.JSONDecoder().raw_decode(grammar.text, found.end())[0]):
             if number > -LOWEST or number != float(number):
-                raise ValueError(f"const and enum need a string for what would be written rounded to a double: {number}")
+                raise ValueError(
+                    f"const and enum need a string for what would be written rounded to a double: {number}"
+                )
     if grammar.lark:
         return LLMatcher.grammar_from_lark(grammar.lark)
     return LLMatcher.grammar_from_json_schema(grammar.json_schema or '{"type": "object"}', defaults=WHITESPACE)

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.workers.chat_template import Chat
+from coordinator.workers.chat_template import ONE_SYSTEM, Chat
 from coordinator.workers.target import Target
 
 THINK, THOUGHT = "<think>", "</think>"
 _OTHER = re.compile("<function=|<arg_key>")  # between Hermes' marks: XML of Qwen3-Coder and of GLM-4.5
 _TOOLS = re.compile(r"(?<![\w.'\"])tools\b(?!['\"])")  # the variable, and no field of messages
-_LATE_SYSTEM = re.compile("must be at the beginning|initial optional system|assistant and tool roles are supported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def manner_of(target: Target, parser: str) -> Manner:
     told = parser != "auto" or (dialect is not JSON and not _OTHER.search(template))  # other calls could not be read
     knows_tools = told and _TOOLS.search(template) is not None
     several = "single tool-calls" not in template and (knows_tools or "roles must alternate" not in template)
-    rules = {"system": "System role not" not in template, "late_system": _LATE_SYSTEM.search(template) is None}
+    rules = {"system": "System role not" not in template, "late_system": ONE_SYSTEM.search(template) is None}
     rules |= {"several": several, "all_fields": "parameters.properties" in template}
     return Manner(dialect, knows_tools, THOUGHT in template, shows_calls=_TOOLS.search(plain) is not None, **rules)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 from coordinator.api.http.agents.bodies import ChatFields, Tool
 from coordinator.api.http.agents.dialects import Dialect, Manner
-from coordinator.workers.chat_template import Chat
+from coordinator.workers.chat_template import Chat, one_system
 
 _INSTRUCTIONS = """You can call these functions. Each line is one of them, with the JSON schema of its parameters:
 {tools}
@@ -20,12 +19,7 @@ _FIELDS = {"name": "", "description": "", "parameters": {"type": "object", "prop
 
 def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner) -> Chat:
     """Return the chat of a body as the target's template reads it."""
-    messages = [message.plain for message in body.messages]
-    if not manner.late_system:
-        messages.sort(key=lambda message: message["role"] != "system")
-    if told := [it["content"] for it in takewhile(lambda message: message["role"] == "system", messages)]:
-        joined = "\n\n".join(filter(None, told))  # templates refuse a second one, or drop it
-        messages[: len(told)] = [{"role": "system", "content": joined}]
+    messages = one_system((message.plain for message in body.messages), late=manner.late_system)
     for named in (it for message in messages for it in (message, *message.get("tool_calls", ()))):
         if manner.dialect.name == "mistral":  # its templates raise errors for other ids
             named.update({key: named[key].rjust(9, "0")[-9:] for key in ("id", "tool_call_id") if key in named})

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from coordinator.api.http.agents.replies import plan_chat
 from coordinator.api.http.answer import requests_of
 from coordinator.api.http.bodies import CompletionBody
 from coordinator.api.http.replies import plan_completion
+from coordinator.api.preprocess import from_proto
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 from outrider.base.aio import HUGE_BYTES, LARGE_BYTES, beside
@@ -22,6 +23,7 @@ from outrider.protocol.vocabulary import Vocabulary
 from outrider.security.tenants import Tenant, set_tenant, tenant
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.toy_models import byte_tokenizer
+from outrider.v1 import coordinator_pb2 as pb
 
 
 @pytest.mark.parametrize(("size", "most"), [(HUGE_BYTES, 3), (HUGE_BYTES + 1, 1)])
@@ -80,3 +82,22 @@ async def test_no_text_of_a_large_body_is_read_in_the_event_loop(body: Any, monk
     assert await requests_of(body, size, inputs, target, settings)
     assert {name for name, _ in seen} >= {"_encode_plus"}
     assert not [name for name, thread in seen if thread is threading.main_thread()]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_chat_has_the_same_messages_over_both_protocols(strict: bool) -> None:
+    """Templates that take one message of the system refused or lost the second one of a chat over gRPC."""
+    tokenizer = byte_tokenizer()
+    rule = "{{ raise_exception('System message must be at the beginning.') }}" * strict
+    tokenizer.chat_template = f"{{% for m in messages %}}{{% if m.content == 'x' %}}{rule}{{% endif %}}{{% endfor %}}"
+    info, nothing = cast(Any, SimpleNamespace(name="toy")), cast(Any, None)
+    target = Target(info, tokenizer, nothing, nothing)
+    roles = ["system", "developer", "user", "assistant", "system", "user"]
+    said = [{"role": role, "content": f"{number}."} for number, role in enumerate(roles)]
+    told = from_proto(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(**it) for it in said])), target).chat
+    [asked], _ = plan_chat(ChatBody.model_validate({"messages": said}), target, CoordinatorSettings())
+    assert told is not None is not asked.chat
+    assert told.messages == asked.chat.messages
+    assert [it["content"] for it in told.messages] == (
+        ["0.\n\n1.\n\n4.", "2.", "3.", "5."] if strict else ["0.\n\n1.", "2.", "3.", "4.", "5."]
+    )

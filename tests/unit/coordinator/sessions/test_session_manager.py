@@ -7,12 +7,14 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import pytest
 
 from coordinator.admission.waiting.urgency import set_urgency
+from coordinator.api.service import CoordinatorService
 from coordinator.persistence import ended_sessions
 from coordinator.persistence.ended_sessions import EndedSessions
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
@@ -377,6 +379,22 @@ async def test_a_client_with_another_text_is_not_given_the_rest_of_this_one(
     assert refused.value.field == ("tail" if position == 2 else "from_position")
     session = await requests.manager.take_over("s", 2, (5, 5))
     assert session.record.tokens == [5, 5]
+
+
+async def test_a_tail_that_is_too_long_is_not_read(requests: Requests) -> None:
+    """Four million ids, which a message can have, took 70 ms in which all streams waited."""
+
+    class Tail:
+        def __len__(self) -> int:
+            return 4_000_000
+
+    context: Any = SimpleNamespace(send_initial_metadata=AsyncMock(), invocation_metadata=tuple)
+    record = SessionRecord("s", replace(REQUEST, params=replace(REQUEST.params, verification=Verification.REJECTION)))
+    requests.manager._run(Session(record, TARGET, requests.manager._context))
+    service: Any = SimpleNamespace(sessions=requests.manager)
+    asked: Any = SimpleNamespace(session_id="s", from_position=4, tail=Tail())
+    with pytest.raises(InvalidRequest, match="tail is 4000000 tokens, must be at most 4"):
+        await anext(CoordinatorService.Resume(service, asked, context))
 
 
 async def test_an_end_that_another_coordinator_could_not_write_waits_for_redis(

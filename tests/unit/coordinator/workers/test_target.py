@@ -67,11 +67,24 @@ def test_a_chat_without_a_free_mark_for_its_control_token_is_refused() -> None:
     """The cuts are marked with a private-use character that the chat does not have."""
     private = "".join(map(chr, range(0xE000, 0xF900)))
     target = target_of(byte_tokenizer())
-    assert target.encode_chat(Chat.of([("user", private)]))
-    assert target.encode_chat(Chat.of([("user", private[1:] + EOS)]))
+
+    def encoded(*texts: str) -> tuple[int, ...]:
+        return target.encode_chat(Chat([{"role": "user", "content": text} for text in texts]))
+
+    assert encoded(private)
+    assert encoded(private[1:] + EOS)
     with pytest.raises(InvalidRequest) as refused:
-        target.encode_chat(Chat.of([("user", private), ("assistant", EOS)]))
+        encoded(private, EOS)
     assert refused.value.field == "chat.messages"
+
+
+def test_a_template_that_repeats_a_chat_in_its_error_is_told_of_in_short() -> None:
+    """Clients log such errors, and the texts of a chat with them."""
+    target = target_of(byte_tokenizer())
+    target.tokenizer.chat_template = "{{ raise_exception('Odd: ' + messages[0]['content']) }}"
+    with pytest.raises(InvalidRequest, match="rejects these messages: Odd: secret") as refused:
+        target.encode_chat(Chat([{"role": "user", "content": "secret " * 1000}]))
+    assert len(refused.value.message) < 250
 
 
 def test_of_an_id_that_is_none() -> None:
