@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from importlib.metadata import version
 
 import grpc
@@ -105,8 +105,7 @@ class CoordinatorService(rpc.OutriderServicer):
     # Client calls.
 
     async def Generate(self, request: pb.GenerateRequest, context: Call) -> AsyncIterator[pb.GenerateReply]:
-        await _set_request_id(context)
-        with _logged("Generate", session_id="") as call:
+        async with _logged("Generate", context, session_id="") as call:
             with admission(self.sessions.metrics):
                 set_urgency(request.priority if request.HasField("priority") else None, context.time_remaining())
                 target = await self.sessions.targets.find(request.model, urgency().remaining_s)
@@ -119,8 +118,7 @@ class CoordinatorService(rpc.OutriderServicer):
                     yield reply
 
     async def Resume(self, request: pb.ResumeRequest, context: Call) -> AsyncIterator[pb.GenerateReply]:
-        await _set_request_id(context)
-        with _logged("Resume", session_id=request.session_id):
+        async with _logged("Resume", context, session_id=request.session_id):
             with admission(self.sessions.metrics):
                 session = await self.sessions.take_over(request.session_id, request.from_position, request.tail)
             async with contextlib.aclosing(self._stream(session, request.from_position)) as replies:
@@ -129,8 +127,7 @@ class CoordinatorService(rpc.OutriderServicer):
                     yield reply
 
     async def Cancel(self, request: pb.CancelRequest, context: Call) -> pb.CancelReply:
-        await _set_request_id(context)
-        with _logged("Cancel", session_id=request.session_id):
+        async with _logged("Cancel", context, session_id=request.session_id):
             return pb.CancelReply(cancelled=await self.sessions.cancel(request.session_id))
 
     async def GetModelInfo(self, request: common.GetModelInfoRequest, context: Call) -> common.ModelInfo:
@@ -163,9 +160,11 @@ class CoordinatorService(rpc.OutriderServicer):
                 yield pb.GenerateReply(complete=_complete(session))
 
 
-@contextlib.contextmanager
-def _logged(method: str, **about: str) -> Iterator[dict[str, str]]:
-    """Log the end of a call with what is known of it by then, as the HTTP API does for its requests."""
+@contextlib.asynccontextmanager
+async def _logged(method: str, context: Call, **about: str) -> AsyncIterator[dict[str, str]]:
+    """Send the request id, given or new; log the end of a call with what is known of it by then, as the HTTP API."""
+    request_context = bind_context(context.invocation_metadata() or (), first=True)
+    await context.send_initial_metadata(((REQUEST_ID, request_context.request_id),))
     status, started = "CANCELLED", time.monotonic()
     try:
         yield about
@@ -179,12 +178,6 @@ def _logged(method: str, **about: str) -> Iterator[dict[str, str]]:
     finally:
         ms = round(1000 * (time.monotonic() - started))
         log.info("grpc", method=method, status=status, ms=ms, **about)
-
-
-async def _set_request_id(context: Call) -> None:
-    """Send the request id to the client, whether given or new."""
-    request_context = bind_context(context.invocation_metadata() or (), first=True)
-    await context.send_initial_metadata(((REQUEST_ID, request_context.request_id),))
 
 
 def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:

@@ -8,10 +8,11 @@ seed, of a session that was taken over, or, in the verifier's process, of verdic
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 
 from outrider.protocol.sampling_params import SamplingParams
 
 
 def worker_params(params: SamplingParams) -> SamplingParams:
     """Return a request's parameters for one stream to a worker."""
-    return params.with_seed(secrets.randbits(64)) if params.mode.needs_draft_probs else params
+    return replace(params, seed=secrets.randbits(64)) if params.mode.needs_draft_probs else params

@@ -33,8 +33,7 @@ def one_system(messages: Iterable[dict[str, Any]], *, late: bool) -> list[dict[s
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
     """Return a pattern of the special tokens. Other added tokens count as ordinary text."""
     named = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    named |= set(tokenizer.all_special_tokens)
-    long = {token for token in named if len(token) > 1}
+    long = {token for token in named.union(tokenizer.all_special_tokens) if len(token) > 1}
     return re.compile(_longest_of(long)) if long else None
 
 

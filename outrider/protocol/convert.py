@@ -187,13 +187,8 @@ def error_to_proto(error: OutriderError) -> common.Error:
 
 
 def error_from_proto(proto: common.Error) -> OutriderError:
-    return KINDS.get(proto.code, OutriderError)(
-        proto.message,
-        field=proto.field,
-        value=proto.value,
-        limit=proto.limit,
-        retry_after_ms=proto.retry_after_ms if proto.HasField("retry_after_ms") else None,
-    )
+    given = {"code": "", "message": ""} | present_fields(proto)
+    return KINDS.get(given.pop("code"), OutriderError)(given.pop("message"), **given)
 
 
 def _outgoing(value: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from outrider.protocol.checks import check_count, check_number, check_token, check_whole
 from outrider.protocol.errors import InvalidRequest
@@ -67,10 +67,8 @@ class Grammar:
             given = " and ".join(self._given) or "empty"
             raise InvalidRequest.of("params.grammar", given, "one of json_schema, json_object (true), regex, lark")
         check_count(self.field, len(self.text.encode("utf-8", "surrogatepass")), MAX_GRAMMAR_BYTES, "bytes")
-        if self.json_schema:
-            self._check_schema()
-
-    def _check_schema(self) -> None:
+        if not self.json_schema:
+            return
         try:
             schema = json.loads(self.json_schema)
         except (ValueError, RecursionError) as error:
@@ -116,9 +114,6 @@ class SamplingParams:
     def ending_tokens(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """Return the tokens on which a verifier ends the output, at a target with these end tokens."""
         return frozenset((*self.stop_token_ids, *(() if self.ignore_eos and self.grammar is None else eos_token_ids)))
-
-    def with_seed(self, seed: int) -> SamplingParams:
-        return replace(self, seed=seed)
 
     def check(self, vocab_size: int | None = None) -> None:
         """Raise InvalidRequest for the first invalid field."""

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -306,14 +307,11 @@ def _definition(grammar: Grammar) -> str:
 
 def _constants(schema: Any, *, named: bool = False, inside: bool = False) -> Iterator[int]:
     """Yield the integers that a schema has as constants or within them; keys of `named` parts are no keywords."""
-    if isinstance(schema, dict):
-        for name, part in schema.items():
-            constant = inside or (name in CONSTANTS and not named)
-            yield from _constants(part, named=name in NAMED and not named, inside=constant)
-    elif isinstance(schema, list):
-        for part in schema:
-            yield from _constants(part, inside=inside)
-    elif inside and isinstance(schema, int):
+    parts = schema.items() if isinstance(schema, dict) else zip(repeat(""), schema) if isinstance(schema, list) else ()
+    for name, part in parts:
+        constant = inside or (name in CONSTANTS and not named)
+        yield from _constants(part, named=name in NAMED and not named, inside=constant)
+    if inside and isinstance(schema, int):
         yield schema
 
 

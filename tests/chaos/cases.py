@@ -61,7 +61,7 @@ class Case:
         params["logit_bias"] = {int(token): bias for token, bias in params.get("logit_bias", {}).items()}
         for name in ("stop", "stop_token_ids"):
             params[name] = tuple(params.get(name, ()))
-        return SamplingParams(**params).with_seed(params["seed"] + choice)
+        return SamplingParams(**params | {"seed": params["seed"] + choice})
 
     @property
     def longest(self) -> int:

@@ -65,7 +65,7 @@ async def requests_of(
         seed = ready.params.seed
         assert seed is not None
         seeds = ((seed + number) % (MAX_SEED + 1) for number in range(body.choices))
-        requests += [replace(ready, params=ready.params.with_seed(each)) for each in seeds]
+        requests += [replace(ready, params=replace(ready.params, seed=each)) for each in seeds]
     return requests
 
 
@@ -88,11 +88,9 @@ def _params(body: ChatOptions | CompletionBody) -> SamplingParams:
         "stop": body.stops,
         "logprobs": body.num_logprobs,
         "grammar": _grammar(body.response_format),
+        "top_k": max(0, body.top_k or 0),
+        "max_tokens": body.default_tokens if body.limit is None else body.limit,
     }
-    if body.limit is not None:
-        given["max_tokens"] = body.limit
-    if body.top_k == -1:
-        given["top_k"] = 0
     return from_plain(SamplingParams, given)
 
 

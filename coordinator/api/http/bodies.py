@@ -264,9 +264,7 @@ class CompletionBody(GenerationBody):
         | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    max_tokens: int | None = Field(
-        None, ge=0, le=_MAX_TOKENS, description=f"Default {default_tokens}; 0 with echo: the prompt alone."
-    )
+    max_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS, description=f"Default {default_tokens}; 0 with echo.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = Field(None, description="The prompt before the output, with its log probabilities.")
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Only equal to n.")

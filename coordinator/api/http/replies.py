@@ -26,6 +26,8 @@ from outrider.settings.coordinator import CoordinatorSettings
 
 BodyT = TypeVar("BodyT", ChatOptions, CompletionBody)
 Answering = AbstractAsyncContextManager[Sequence[Session]]
+_SPEED = ("tokens_per_second", "time_to_first_token_ms", "steps", "mean_gamma", "drafter")  # names of figures
+_COSTS = ("bytes_per_accepted_token", "failovers", "drafter_losses")
 
 
 class Replies(ABC, Generic[BodyT]):
@@ -218,19 +220,9 @@ def metrics(sessions: Sequence[Session]) -> dict[str, responses.AnswerMetrics]:
         return {}
     stats, record = sessions[0].stats.values(), sessions[0].record
     assert record.request.params.seed is not None
-    own: responses.SessionMetrics = {
-        "tokens_per_second": stats.tokens_per_second,
-        "time_to_first_token_ms": stats.time_to_first_token_ms,
-        "steps": stats.steps,
-        "mean_gamma": stats.mean_gamma,
-        "drafter": stats.drafter,
-        "plans": [{"plan": plan.plan, "steps": plan.steps} for plan in stats.plans],
-        "bytes_per_accepted_token": stats.bytes_per_accepted_token,
-        "failovers": stats.failovers,
-        "drafter_losses": stats.drafter_losses,
-        "seed": record.request.params.seed,
-        "session_id": record.session_id,
-    }
+    own: Any = {name: getattr(stats, name) for name in _SPEED + _COSTS}
+    own |= {"plans": [{"plan": plan.plan, "steps": plan.steps} for plan in stats.plans]}
+    own |= {"seed": record.request.params.seed, "session_id": record.session_id}
     return {"metrics": {"speculative_decoding": speculative_decoding(stats), "outrider": own}}
 
 

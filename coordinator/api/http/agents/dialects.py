@@ -11,7 +11,7 @@ from typing import Any
 from coordinator.workers.chat_template import ONE_SYSTEM, Chat
 from coordinator.workers.target import Target
 
-THINK, THOUGHT = "<think>", "</think>"
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # the latter of Magistral
 _OTHER = re.compile("<function=|<arg_key>")  # between Hermes' marks: XML of Qwen3-Coder and of GLM-4.5
 _TOOLS = re.compile(r"(?<![\w.'\"])tools\b(?!['\"])")  # the variable, and no field of messages
 
@@ -61,13 +61,14 @@ class Manner:
 
     dialect: Dialect
     knows_tools: bool  # its chat template describes tools
-    thinks: bool = False  # it may begin with <think>
-    thinking: bool = False  # the prompt ends in <think>
+    thinks: bool = False  # it may begin with thoughts
+    thinking: bool = False  # the prompt ends in their mark
     several: bool = True  # calls in one answer: some templates raise errors for them, or for their results
     system: bool = True  # messages: Gemma's template raises an error for them
     late_system: bool = True  # messages: templates of Qwen3.5 and Mistral raise errors for all but the first
     all_fields: bool = False  # of tools are needed: the template of Hermes raises an error without them
     shows_calls: bool = True  # in chats without tools: some targets have a template apart for those with tools
+    thoughts: tuple[str, str] = THOUGHTS[0]  # the marks around them
 
 
 def manner_of(target: Target, parser: str) -> Manner:
@@ -80,24 +81,24 @@ def manner_of(target: Target, parser: str) -> Manner:
     knows_tools = told and _TOOLS.search(template) is not None
     several = "single tool-calls" not in template and (knows_tools or "roles must alternate" not in template)
     rules = {"system": "System role not" not in template, "late_system": ONE_SYSTEM.search(template) is None}
-    rules |= {"several": several, "all_fields": "parameters.properties" in template}
-    return Manner(dialect, knows_tools, THOUGHT in template, shows_calls=_TOOLS.search(plain) is not None, **rules)
+    rules |= {"all_fields": "parameters.properties" in template, "shows_calls": _TOOLS.search(plain) is not None}
+    marks = next((marks for marks in THOUGHTS if marks[1] in template), None)
+    return Manner(dialect, knows_tools, marks is not None, several=several, thoughts=marks or THOUGHTS[0], **rules)
 
 
 def _by_template(template: str) -> Dialect:
-    if "<tool_call>" in template:
-        return HERMES
-    if "[TOOL_CALLS]" in template:
-        return MISTRAL
+    for dialect in (HERMES, MISTRAL):
+        if dialect.opener in template:
+            return dialect
     llama = "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template)
     return LLAMA3 if llama else JSON
 
 
-def opens_thinking(target: Target, chat: Chat) -> bool:
-    """Return whether the prompt of a chat ends in the mark of thoughts. Templates may look for that in its messages."""
+def opens_thinking(target: Target, chat: Chat, mark: str) -> bool:
+    """Return whether the prompt of a chat ends in this mark of thoughts. Templates may look for it in messages."""
     messages, tools, more = [*chat.messages], [*chat.tools] or None, {"tokenize": False, **chat.variables}
     try:
         text = target.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **more)
     except Exception:  # templates are programs; the request is refused when its prompt is made
         return False
-    return str(text).rstrip().endswith(THINK)
+    return str(text).rstrip().endswith(mark)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from coordinator.api.http.agents.dialects import THINK, Dialect
+from coordinator.api.http.agents.dialects import THOUGHTS, Dialect
 from outrider.protocol.sampling_params import Grammar
 from outrider.speculation.grammar import CONSTANTS, NAMED, WHITESPACE
 
@@ -21,7 +21,8 @@ def rule_of(answer: Grammar, dialect: Dialect) -> str:
     """Return the lines of the rule `answer`: texts of this format that do not begin like a call."""
     if answer.regex:
         pattern = _ESCAPED.sub(lambda found: r"\/" if found[0] == "/" else found[0], answer.regex)
-        begins = "|".join(map(re.escape, (THINK, *call_starts(dialect, (), formatted=dialect.anywhere))))
+        starts = (*(mark for mark, _ in THOUGHTS), *call_starts(dialect, (), formatted=dialect.anywhere))
+        begins = "|".join(map(re.escape, starts))
         return f"answer: ANSWER\nANSWER: /{pattern}/ & ~/(\\s|{begins})(.|\\n)*/"
     schema = json.loads(answer.json_schema) if answer.json_schema else {"type": "object"}
     if not dialect.anywhere:  # the condition is for the answer, not for parts of it that refer to the whole

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from coordinator.api.http.agents.dialects import THINK, THOUGHT, Manner
+from coordinator.api.http.agents.dialects import Manner
 from coordinator.api.http.agents.formats import call_starts
 from coordinator.sessions.detokenizer import overlap
 
@@ -49,6 +49,7 @@ class AnswerParser:
 
     def __init__(self, manner: Manner, names: Collection[str] = (), *, formatted: bool = False) -> None:
         self._dialect = dialect = manner.dialect
+        self._think, self._thought = manner.thoughts
         self._formatted = formatted
         self._starts = call_starts(dialect, names, formatted=formatted) if names else ()
         self._opener = dialect.opener if names and dialect.anywhere and not formatted else ""
@@ -101,7 +102,7 @@ class AnswerParser:
             case _State.START:
                 return self._start()
             case _State.REASONING:
-                return self._until(THOUGHT, PartKind.REASONING, _State.OPENING)
+                return self._until(self._thought, PartKind.REASONING, _State.OPENING)
             case _State.OPENING:
                 return self._opening()
             case _State.CONTENT:
@@ -113,10 +114,10 @@ class AnswerParser:
 
     def _start(self) -> bool:
         text = self._text[:_MOST].lstrip()
-        if text.startswith(THINK):
-            self._text = self._text.lstrip()[len(THINK) :]
+        if text.startswith(self._think):
+            self._text = self._text.lstrip()[len(self._think) :]
             self._state = _State.REASONING
-        elif not self._ended and THINK.startswith(text) and len(self._text) < _MOST:
+        elif not self._ended and self._think.startswith(text) and len(self._text) < _MOST:
             return False
         else:
             self._state = _State.OPENING

@@ -32,20 +32,21 @@ async def echoed_prompts(
     """Return the tokens of each prompt, by its number, if the answer has their log probabilities."""
     if not body.echo or body.logprobs is None:
         return {}
-    distinct = {request.prompt: request for request in requests}
-    runs = sum(len([*_runs(prompt, target.info.eos_token_ids)]) for prompt in distinct)
+    texts = [it if isinstance(it, str) else target.decode(it) for it in body.prompts]  # some may have equal tokens
+    asked = [(request.prompt, text) for request, text in zip(requests[:: body.choices], texts, strict=True)]
+    distinct = dict(zip(asked, requests[:: body.choices], strict=True))
+    runs = sum(len([*_runs(prompt, target.info.eos_token_ids)]) for prompt, _ in distinct)
     if runs > (most := len(distinct) + _MORE_RUNS):
         with admission(sessions.metrics):
             raise InvalidRequest.of("prompt", f"{runs} parts of {_MOST} tokens or to an end token", f"at most {most}")
     written = {
-        prompt: await _write(sessions, request, target, key and f"{key}\nprompt {number}")
-        for number, (prompt, request) in enumerate(distinct.items())
+        one: await _write(sessions, request, one[1], target, key and f"{key}\nprompt {number}")
+        for number, (one, request) in enumerate(distinct.items())
     }
-    asked = zip(requests[:: body.choices], body.prompts, strict=True)
-    return {number: _as_sent(written[it.prompt], sent, target) for number, (it, sent) in enumerate(asked)}
+    return {number: written[one] for number, one in enumerate(asked)}
 
 
-async def _write(sessions: SessionManager, request: SessionRequest, target: Target, key: str) -> list[Token]:
+async def _write(sessions: SessionManager, request: SessionRequest, sent: str, target: Target, key: str) -> list[Token]:
     """Return the tokens of a prompt. Nothing comes before the first one, so it has no log probabilities."""
     prompt = request.prompt
     tokens = [Token(prompt[0], TokenKind.PLAIN, target.decode(prompt[:1]), None)]
@@ -61,17 +62,11 @@ async def _write(sessions: SessionManager, request: SessionRequest, target: Targ
             tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + running[0].output.rest.text)
     if tuple(token.token for token in tokens) != prompt:
         raise PeerLost("the verifier did not repeat the prompt")
-    return tokens
-
-
-def _as_sent(written: Sequence[Token], prompt: str | Sequence[int], target: Target) -> list[Token]:
-    """Return a prompt's tokens with their parts of what was sent. Texts that differ may have the same tokens."""
-    sent = prompt if isinstance(prompt, str) else target.decode(prompt)
-    at, tokens, added = 0, list[Token](), target.tokenizer.added_tokens_decoder
-    for token in written:  # special ones have no text in answers, but may have it in what was sent
+    at, added = 0, target.tokenizer.added_tokens_decoder
+    for index, token in enumerate(tokens):  # special ones have no text in answers, but may have it in what was sent
         mark = getattr(added.get(token.token), "content", "")
         text = token.text or mark * sent.startswith(mark, at)
-        tokens.append(token._replace(text=sent[at : at + len(text)]))
+        tokens[index] = token._replace(text=sent[at : at + len(text)])
         at += len(text)
     tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + sent[at:])  # the tokenizer may have changed what was sent
     return tokens

@@ -9,13 +9,14 @@ from itertools import groupby
 
 from coordinator.api.http import responses
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.chat_replies import ChatReplies
-from coordinator.api.http.agents.dialects import THINK, THOUGHT, Manner, manner_of, opens_thinking
+from coordinator.api.http.agents.dialects import Manner, manner_of, opens_thinking
 from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.agents.tool_grammar import grammar_of
 from coordinator.api.http.answer import input_of
+from coordinator.api.http.bodies import ChatOptions
 from coordinator.api.http.failures import FIELD_NAMES
+from coordinator.api.http.replies import Replies, reason_of, speculation_of, text_of
 from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
@@ -39,7 +40,7 @@ def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) ->
     request = input_of(body, chat=(chat := chat_of(body, tools, manner)))
     grammar = request.params.grammar
     thinks = manner.thinks and body.add_generation_prompt and (required is not None or grammar is None)
-    manner = replace(manner, thinks=thinks, thinking=thinks and opens_thinking(target, chat))
+    manner = replace(manner, thinks=thinks, thinking=thinks and opens_thinking(target, chat, manner.thoughts[0]))
     if required is not None:
         schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.callable_tools}
         parallel = manner.several and body.parallel_tool_calls is not False and isinstance(body.tool_choice, str | None)
@@ -63,7 +64,7 @@ class AnswerReader:
         self.parser = AnswerParser(manner, names, formatted=body.formatted)
         self._thought = 0
         dialect, added = manner.dialect, target.tokenizer.added_tokens_decoder.items()
-        marks = [dialect.opener, dialect.closer, dialect.bare] * bool(names) + [THINK, THOUGHT] * manner.thinks
+        marks = [dialect.opener, dialect.closer, dialect.bare] * bool(names) + [*manner.thoughts] * manner.thinks
         self._marks = {id_: token.content for id_, token in added if token.special and token.content in marks}
 
     def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:
@@ -77,6 +78,66 @@ class AnswerReader:
         parts += parser.feed("".join(reversed(texts)) + session.output.rest.text * ended)
         parts += parser.end() if ended else ()
         return [Part(kind, "".join(one.text for one in same)) for kind, same in groupby(parts, lambda one: one.kind)]
+
+
+class ChatReplies(Replies[ChatOptions]):
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.ChatChoice:
+        return {
+            "index": number,
+            "message": self._message(number, session, tokens),
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": self._reason(number, session),
+        }
+
+    def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.ChatChunkChoice]:
+        parts = []
+        if not self._written:  # all choices, in their order: OpenAI's client appends each at its first chunk
+            begun: responses.Delta = {"role": "assistant", "content": "", "refusal": None}
+            parts = [_delta(each, begun) for each in range(self._body.choices)]
+        self._written[number] += 1
+        deltas = self._deltas(number, session, tokens)
+        logprobs = self._logprobs(tokens)
+        if not deltas and (logprobs or (self._body.show and tokens)):
+            deltas = [{"content": ""}]
+        said = [_delta(number, delta) for delta in deltas]
+        if said:
+            said[0]["logprobs"] = logprobs
+            if self._body.show:
+                said[0]["speculation"] = speculation_of(session, tokens)
+        parts += said
+        if not tokens:
+            parts.append(_delta(number, {}, self._reason(number, session)))
+        return parts
+
+    def _message(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.AnswerMessage:
+        return {"role": "assistant", "content": text_of(tokens) + session.output.rest.text, "refusal": None}
+
+    def _deltas(self, number: int, session: Session, tokens: Sequence[Token]) -> Sequence[responses.Delta]:
+        """Return what new tokens add to a message; without tokens what its end adds."""
+        text = text_of(tokens) if tokens else session.output.rest.text
+        return [{"content": text}] if text else []
+
+    def _reason(self, number: int, session: Session) -> responses.FinishName:
+        return reason_of(session)
+
+    def _logprobs(self, tokens: Sequence[Token]) -> responses.ChatLogprobs | None:
+        content: list[responses.ContentLogprob] = [
+            {
+                **self._logprob(token.token, known.logprob),
+                "top_logprobs": [self._logprob(*each) for each in zip(known.top_ids, known.top_logprobs, strict=True)],
+            }
+            for token in tokens
+            if (known := token.logprobs) is not None
+        ]
+        return {"content": content, "refusal": None} if content else None
+
+    def _logprob(self, token: int, logprob: float) -> responses.TopLogprob:
+        data = self._target.token_bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
 
 class PartedReplies(ChatReplies):
@@ -132,3 +193,7 @@ def call_id(session: Session, index: int) -> str:
 def _call(session: Session, index: int, name: str) -> responses.ToolCallDelta:
     """Return a call without arguments."""
     return {"id": call_id(session, index), "type": "function", "function": {"name": name, "arguments": ""}}
+
+
+def _delta(number: int, it: responses.Delta, reason: responses.FinishName | None = None) -> responses.ChatChunkChoice:
+    return {"index": number, "delta": it, "logprobs": None, "finish_reason": reason}

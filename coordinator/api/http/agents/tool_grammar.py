@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from coordinator.api.http.agents.dialects import THINK, THOUGHT, Dialect, Manner
+from coordinator.api.http.agents.dialects import Dialect, Manner
 from coordinator.api.http.agents.formats import bare, call_schema, guided, rule_of
 from coordinator.workers.target import Target
 from outrider.protocol.sampling_params import Grammar
@@ -37,8 +37,8 @@ def grammar_of(
     calls = rules.calls(tools, MAX_CALLS if parallel else 1, required=required)
     start = ""
     if manner.thinking or (manner.thinks and not required):
-        opened = "" if manner.thinking else rules.mark(THINK)
-        start = f"({opened} {rules.after_text(THOUGHT)} {rules.blank})" + ("" if manner.thinking else "?")
+        opened = "" if manner.thinking else rules.mark(manner.thoughts[0])
+        start = f"({opened} {rules.after_text(manner.thoughts[1])} {rules.blank})" + ("" if manner.thinking else "?")
     free = "" if required else f" | {rules.answer(manner)}"
     lines = ["%llguidance {}", f"start: {start} ({calls}{free})", *rules.lines, r"TEXT: /(.|\n)*/"]
     return Grammar(lark="\n".join(lines))
@@ -99,6 +99,7 @@ class _Rules:
         if self._dialect.anywhere:
             return "TEXT"
         begins = rf"({re.escape(self._dialect.opener)}[ \t\r\n]*)*\{{" if self._dialect.opener else r"\{"
-        begins += rf"|\s*{THINK}" if manner.thinks and not manner.thinking else ""  # here and above a mark in letters
+        mark = rf"|\s*{re.escape(manner.thoughts[0])}"  # in letters, here and above
+        begins += mark if manner.thinks and not manner.thinking else ""
         self.lines.append(rf"ANSWER: /(.|\n)*/ & ~/[ \n]*({begins})(.|\n)*/")
         return "ANSWER"

@@ -13,9 +13,8 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.chat_replies import ChatReplies
 from coordinator.api.http.agents.dialects import HERMES, Manner
-from coordinator.api.http.agents.replies import PartedReplies
+from coordinator.api.http.agents.replies import ChatReplies, PartedReplies
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.output import SessionOutput
 from coordinator.sessions.session import Session

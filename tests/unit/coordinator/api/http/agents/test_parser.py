@@ -319,3 +319,9 @@ def test_reasoning_is_apart(name: str) -> None:
     thinking, text, expected = THOUGHTS[name]
     for pieces in ([text], list(text)):
         assert parsed(AnswerParser(Manner(HERMES, True, True, thinking), NAMES), pieces) == expected
+    bracketed = text.replace("<think>", "[THINK]").replace("</think>", "[/THINK]").replace("</thi", "[/THI")
+    manner = Manner(HERMES, True, True, thinking, thoughts=("[THINK]", "[/THINK]"))
+    for pieces in ([bracketed], list(bracketed)):
+        found = parsed(AnswerParser(manner, NAMES), pieces)
+        assert (found.content, found.calls) == (expected.content.replace("<think>", "[THINK]"), expected.calls)
+        assert found.reasoning == expected.reasoning.replace("</thi", "[/THI")

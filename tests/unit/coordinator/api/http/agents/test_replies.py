@@ -18,14 +18,17 @@ from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.output import SessionOutput
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
+from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import TokenKind
 from outrider.settings.coordinator import CoordinatorSettings
+from outrider.speculation.grammar import GrammarCompiler
 from outrider.testing.toy_models import byte_tokenizer
 from tests.unit.coordinator.api.http.agents.test_tool_grammar import DIALECTS, target_of
 
-MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 THINKS = (
@@ -114,6 +117,28 @@ def test_an_answer_is_content_where_the_request_asks_for_no_thoughts(more: dict[
     target.tokenizer.chat_template = THINKS
     _, manner = chat_input(chat(**more), target, cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto")))
     assert read(target, manner, "Paris.") == {kind: "Paris."}
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("special", [True, False])
+def test_thoughts_of_magistral_are_apart(special: bool, tools: Any) -> None:
+    """Its marks are special tokens, which have no text: the thoughts ran into the content."""
+    target = target_with(special=special)
+    target.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{# [THINK][/THINK][TOOL_CALLS][ARGS] {{ tools }} #}"
+    )
+    settings = cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto"))
+    request, manner = chat_input(chat(tools=tools), target, settings)
+    said = "Yes." if tools is None else "[TOOL_CALLS]f[ARGS]{}"
+    found = read(target, manner, f"[THINK]Hm.[/THINK]{said}", tools=tools)
+    answer = {PartKind.CONTENT: said} if tools is None else {PartKind.CALL: "f", PartKind.ARGUMENTS: "{}"}
+    assert found == {PartKind.REASONING: "Hm.", **answer}
+    if (grammar := request.params.grammar) is not None:
+        guide = GrammarCompiler(lambda: tokenizer_json(target.tokenizer), [target.tokenizer.eos_token_id])
+        ids = list(target.encode(f"[THINK]Hm {{.[/THINK]{said}"))
+        assert guide.compile(SamplingParams(grammar=grammar)).count_allowed(ids) == len(ids)
+        wrong = list(target.encode("[THINK]Hm.[/THINK][TOOL_CALLS]g"))
+        assert guide.compile(SamplingParams(grammar=grammar)).count_allowed(wrong) == len(wrong) - 1
 
 
 @pytest.mark.parametrize("form", DIALECTS)
