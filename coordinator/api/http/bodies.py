@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, from_json
@@ -62,10 +62,11 @@ class Body(BaseModel):
         """Raise for the first unknown field before validating the others."""
         if not isinstance(data, dict):
             return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        # Null changes nothing: newer clients have more fields.
+        known = {field.alias or name: field for name, field in cls.model_fields.items()}
+        # Null changes nothing: newer clients have more fields. Those of another type are named by that.
         unknown = next((name for name, value in data.items() if name not in known and value is not None), None)
-        if unknown is not None:
+        kinds = get_args(known["type"].annotation) if "type" in known else ()
+        if unknown is not None and (not kinds or data.get("type", kinds[0]) in kinds):
             fault = InitErrorDetails(type="extra_forbidden", loc=(unknown,), input=data[unknown])
             raise ValidationError.from_exception_data(cls.__name__, [fault])
         return {name: _whole(value) for name, value in data.items() if name in known}

@@ -64,9 +64,9 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def of_validation(error: ValidationError) -> InvalidRequest:
-    """Return the first validation error; for a union, that of the branch that matched furthest."""
+    """Return the first validation error, a type's before its fields'; for a union, that which matched furthest."""
     first = max(
-        error.errors(include_url=False),
+        sorted(error.errors(include_url=False), key=lambda one: one["loc"][-1:] != ("type",)),
         key=lambda one: ("too_" in one["type"], len(one["loc"]), [at for at in one["loc"] if isinstance(at, int)]),
     )
     unknown = first["type"] == "extra_forbidden"  # its last part is the client's

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
-from pydantic_core import InitErrorDetails
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from coordinator.api.http.agents import bodies as chats
 from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, ResponseFormat, Unkept
@@ -111,15 +110,6 @@ Item = Annotated[
 
 class FunctionTool(chats.Function):
     type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _kind(cls, data: Any) -> Any:
-        """Raise for the type before the fields of another type."""
-        if isinstance(data, dict) and (kind := data.get("type")) != "function":
-            fault = InitErrorDetails(type="literal_error", loc=("type",), input=kind, ctx={"expected": "'function'"})
-            raise ValidationError.from_exception_data(cls.__name__, [fault])
-        return data
 
 
 class FunctionChoice(chats.NamedFunction):

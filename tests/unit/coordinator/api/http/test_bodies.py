@@ -76,6 +76,60 @@ async def test_a_fault_is_named(size: int, more: dict[str, Any], field: str) -> 
     assert refused.value.field == field
 
 
+def parts(**part: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}]}
+
+
+def items(*given: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"input": list(given) or "Hi."} | more
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "field", "value"),
+    [
+        (ChatBody, parts(type="image_url", image_url={"url": "x"}), "messages.1.content.1.type", "image_url"),
+        (ChatBody, parts(type="input_audio", input_audio={}), "messages.1.content.1.type", "input_audio"),
+        (ChatBody, parts(type="refusal", refusal="No."), "messages.1.content.1.type", "refusal"),
+        (ChatBody, parts(image_url={"url": "x"}), "messages.1.content.1.image_url", ""),
+        (ChatBody, parts(type="text", text="x", image_url="x"), "messages.1.content.1.image_url", ""),
+        (ChatBody, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type", "custom"),
+        (
+            ChatBody,
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+            "tool_choice.type",
+            "allowed_tools",
+        ),
+        (ResponsesBody, items(tools=[{"type": "web_search", "filters": {}}]), "tools.0.type", "web_search"),
+        (ResponsesBody, items(tools=[{"type": "custom", "name": "f"}]), "tools.0.type", "custom"),
+        (ResponsesBody, items({"type": "custom_tool_call", "call_id": "1"}), "input.0.type", "custom_tool_call"),
+        (ResponsesBody, items({"role": "user", "phase": "x" * 10, "content": "x", "other": 1}), "input.0.other", ""),
+    ],
+)
+async def test_what_is_of_another_type_is_named_by_that(
+    kind: type[Body], given: dict[str, Any], field: str, value: str
+) -> None:
+    """`there is no field messages.0.content.0.image_url` told clients nothing."""
+    asked = {"messages": []} | given if kind is ChatBody else given
+    if kind is ChatBody:
+        asked["messages"] = [{"role": "user", "content": "Hi."}, *asked["messages"]]
+    with pytest.raises(InvalidRequest) as refused:
+        await read_body(request(json.dumps(asked).encode()), kind)
+    assert (refused.value.field, refused.value.value.strip("'")) == (field, value)
+
+
+@pytest.mark.parametrize("place", ["status", "summary"])
+async def test_what_is_ignored_of_a_response_is_short(place: str) -> None:
+    def given(text: str) -> bytes:
+        more = {"reasoning": {"summary": text}} if place == "summary" else {}
+        said = {"role": "user", "content": "x"} | ({"status": text} if place == "status" else {})
+        return json.dumps(items(said, **more)).encode()
+
+    assert await read_body(request(given("x" * 64)), ResponsesBody)
+    with pytest.raises(InvalidRequest, match="at most 64 characters") as refused:
+        await read_body(request(given("x" * 65)), ResponsesBody)
+    assert refused.value.field.endswith(place)
+
+
 @SIZES
 @pytest.mark.parametrize("end", [b"}", b"\xff", b",NaN"])
 async def test_what_is_no_json_is_refused(size: int, end: bytes) -> None:
