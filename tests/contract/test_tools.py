@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,6 +14,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessage
 
+from coordinator.api.http import replies
+from coordinator.api.http.agents.bodies import ChatBody
 from outrider.protocol.errors import InvalidRequest
 from tests.contract.conftest import House, slowed
 
@@ -137,6 +140,27 @@ async def test_without_a_choice_no_tool_is_called(api: AsyncOpenAI) -> None:
     plain = await api.chat.completions.create(**body)
     none = await api.chat.completions.create(**body, tools=TOOLS, tool_choice="none")
     assert none.choices == plain.choices
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_chat_is_not_kept_as_long_as_its_answer_takes(
+    api: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Its tools, of which a target is told nothing without a choice, may be megabytes for each of many streams."""
+    kept: list[int] = []
+
+    def look(*_: Any) -> dict[str, Any]:
+        gc.collect()
+        bodies = (one for one in gc.get_objects() if isinstance(one, ChatBody) and one.cache_salt == "this one")
+        kept.append(sum(len(body.messages) + len(body.tools or ()) for body in bodies))
+        return {}
+
+    monkeypatch.setattr(replies, "metrics", look)  # at the end of the answer
+    given = ASK | {"tool_choice": "none", "max_tokens": 2, "stream": stream}
+    made = await api.chat.completions.create(**given, extra_body={"cache_salt": "this one"})
+    if stream:
+        assert [chunk async for chunk in made]
+    assert kept == [0]
 
 
 async def test_an_agent_calls_two_tools_and_ends(api: AsyncOpenAI) -> None:

@@ -121,8 +121,9 @@ class Api:
             requests = await requests_of(body, request.state.size, inputs, target, self._settings)
         if isinstance(replies, CompletionReplies) and isinstance(body, CompletionBody):
             replies.prompts = await echoed_prompts(body, self._sessions, requests, target, _key(request))
-        answering = start_answer(self._sessions, requests, target, _key(request))
-        if body.stream:
+        answering, stream = start_answer(self._sessions, requests, target, _key(request)), body.stream
+        del body, inputs  # not to be kept as long as the answer takes
+        if stream:
             return await EventStream.start(replies.chunks(answering))
         return cast(Response, await replies.whole(answering, WholeAnswer))
 

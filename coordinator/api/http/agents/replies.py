@@ -28,6 +28,8 @@ def plan_chat(body: ChatBody, target: Target, settings: CoordinatorSettings) -> 
     """Return the input of a chat, and the formatter of its replies."""
     name_as_sent(body, {"prompt": "messages"})
     request, manner = chat_input(body, target, settings)
+    tools = None if body.calls_required is None else body.tools
+    body = body.model_copy(update={"messages": [], "tools": tools})  # an answer may take minutes, and these megabytes
     if body.calls_required is None and not manner.thinks:
         return [request], ChatReplies(body, target, target.served_name)
     return [request], PartedReplies(body, target, target.served_name, manner)
