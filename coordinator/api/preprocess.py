@@ -12,18 +12,15 @@ import structlog
 
 from coordinator.admission.model_limits import limits_of
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
-from coordinator.workers.chat_template import ONE_SYSTEM, Chat, one_system
+from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 from outrider.base.aio import LARGE_BYTES, beside
 from outrider.observability.metrics import CoordinatorMetrics
-from outrider.protocol import convert
 from outrider.protocol.checks import check_count, check_tokens
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.field_limits import MOST
-from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.settings.coordinator import CoordinatorSettings
-from outrider.v1 import coordinator_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
@@ -53,21 +50,6 @@ def admission(metrics: CoordinatorMetrics) -> Iterator[None]:
     except OutriderError as error:
         log.info("request refused", code=error.code, error=error.message)
         raise
-
-
-def from_proto(request: pb.GenerateRequest, target: Target) -> ClientRequest:
-    kind, given = request.WhichOneof("input"), request.chat.messages
-    late = ONE_SYSTEM.search(str(target.tokenizer.chat_template)) is None
-    messages = [{"role": it.role.replace("developer", "system"), "content": it.content} for it in given]
-    return ClientRequest(
-        params=convert.params_from_proto(request.params),
-        prompt=request.prompt if kind == "prompt" else None,
-        chat=Chat(one_system(messages, late=late)) if kind == "chat" else None,
-        tokens=request.tokens.ids if kind == "tokens" else None,
-        speculation=from_plain(SpeculationOptions, convert.present_fields(request.speculation)),
-        cache_salt=request.cache_salt,
-        max_tokens_given=request.params.HasField("max_tokens"),
-    )
 
 
 async def prepare(request: ClientRequest, size: int, target: Target, settings: CoordinatorSettings) -> SessionRequest:

@@ -13,20 +13,25 @@ import structlog
 from coordinator.admission.byte_budget import ByteBudget
 from coordinator.admission.waiting.urgency import set_urgency, urgency
 from coordinator.api.gauges import connect_gauges
+from coordinator.api.http.agents.dialects import ONE_SYSTEM, one_system
 from coordinator.api.http.app import Api
 from coordinator.api.http.server import HttpServer
-from coordinator.api.preprocess import admission, from_proto, prepare
+from coordinator.api.preprocess import ClientRequest, admission, prepare
 from coordinator.api.registry_service import RegistryService
 from coordinator.api.whole_messages import WholeMessages
 from coordinator.attachment.service import AttachmentService
+from coordinator.persistence.session_record import SpeculationOptions
 from coordinator.sessions.output import Token, follow
 from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
+from coordinator.workers.chat_template import Chat
 from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.target import Target
 from outrider.base.aio import Call
 from outrider.observability.request_context import REQUEST_ID, bind_context
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError
+from outrider.protocol.fieldwise import from_plain
 from outrider.security.auth_interceptor import AuthInterceptor
 from outrider.security.credentials import Credentials
 from outrider.settings.coordinator import CoordinatorSettings
@@ -158,6 +163,21 @@ class CoordinatorService(rpc.OutriderServicer):
                 yield pb.GenerateReply(error=convert.error_to_proto(session.error))
             else:
                 yield pb.GenerateReply(complete=_complete(session))
+
+
+def from_proto(request: pb.GenerateRequest, target: Target) -> ClientRequest:
+    kind, given = request.WhichOneof("input"), request.chat.messages
+    late = ONE_SYSTEM.search(str(target.tokenizer.chat_template)) is None
+    messages = [{"role": it.role.replace("developer", "system"), "content": it.content} for it in given]
+    return ClientRequest(
+        params=convert.params_from_proto(request.params),
+        prompt=request.prompt if kind == "prompt" else None,
+        chat=Chat(one_system(messages, late=late)) if kind == "chat" else None,
+        tokens=request.tokens.ids if kind == "tokens" else None,
+        speculation=from_plain(SpeculationOptions, convert.present_fields(request.speculation)),
+        cache_salt=request.cache_salt,
+        max_tokens_given=request.params.HasField("max_tokens"),
+    )
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ encoded separately. Other chats are rendered and encoded as a whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
@@ -16,18 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PRIVATE = range(0xE000, 0xF900)  # private-use characters
-ONE_SYSTEM = re.compile("must be at the beginning|initial optional system|assistant and tool roles are supported")
-
-
-def one_system(messages: Iterable[dict[str, Any]], *, late: bool) -> list[dict[str, Any]]:
-    """Return messages with those of the system at the beginning as one: templates refuse a second one, or drop it.
-
-    Where templates refuse `late` ones, too, these come first.
-    """
-    given = sorted(messages, key=lambda message: not late and message["role"] != "system")
-    told = [*takewhile(lambda message: message["role"] == "system", given)]
-    joined = "\n\n".join(filter(None, (message["content"] for message in told)))
-    return [{"role": "system", "content": joined}] * bool(told) + given[len(told) :]
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:

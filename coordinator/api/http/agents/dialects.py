@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
-from coordinator.workers.chat_template import ONE_SYSTEM, Chat
+from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # the latter of Magistral
 _OTHER = re.compile("<function=|<arg_key>")  # between Hermes' marks: XML of Qwen3-Coder and of GLM-4.5
 _TOOLS = re.compile(r"(?<![\w.'\"])tools\b(?!['\"])")  # the variable, and no field of messages
+ONE_SYSTEM = re.compile("must be at the beginning|initial optional system|assistant and tool roles are supported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +104,14 @@ def opens_thinking(target: Target, chat: Chat, mark: str) -> bool:
     except Exception:  # templates are programs; the request is refused when its prompt is made
         return False
     return str(text).rstrip().endswith(mark)
+
+
+def one_system(messages: Iterable[dict[str, Any]], *, late: bool) -> list[dict[str, Any]]:
+    """Return messages with those of the system at the beginning as one: templates refuse a second one, or drop it.
+
+    Where templates refuse `late` ones, too, these come first.
+    """
+    given = sorted(messages, key=lambda message: not late and message["role"] != "system")
+    told = [*takewhile(lambda message: message["role"] == "system", given)]
+    joined = "\n\n".join(filter(None, (message["content"] for message in told)))
+    return [{"role": "system", "content": joined}] * bool(told) + given[len(told) :]

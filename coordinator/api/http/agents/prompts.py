@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from coordinator.api.http.agents.bodies import ChatFields, Tool
-from coordinator.api.http.agents.dialects import Dialect, Manner
-from coordinator.workers.chat_template import Chat, one_system
+from coordinator.api.http.agents.dialects import Dialect, Manner, one_system
+from coordinator.workers.chat_template import Chat
 
 _INSTRUCTIONS = """You can call these functions. Each line is one of them, with the JSON schema of its parameters:
 {tools}

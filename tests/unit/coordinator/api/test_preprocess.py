@@ -15,7 +15,7 @@ from coordinator.api.http.agents.replies import plan_chat
 from coordinator.api.http.answer import requests_of
 from coordinator.api.http.bodies import CompletionBody
 from coordinator.api.http.replies import plan_completion
-from coordinator.api.preprocess import from_proto
+from coordinator.api.service import from_proto
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 from outrider.base.aio import HUGE_BYTES, LARGE_BYTES, beside
