@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 from outrider.observability.metrics import VerifierMetrics
-from outrider.protocol.errors import Fenced, InvalidRequest, OutriderError, Overloaded
+from outrider.protocol.errors import Fenced, InvalidRequest, OutriderError, Overloaded, PeerLost
 from outrider.speculation.grammar import GrammarMatcher
 from verifier.limits import SchedulerLimits
 from verifier.session import VerifyOpening, VerifySession
@@ -48,7 +48,9 @@ class Admission:
         session = VerifySession(opening, self._target.info, self._target.device, guide)
         self._check_size(session)
         if current is not None:
-            self.close(current, Fenced(f"session {current.id} was taken over by epoch {opening.epoch}"))
+            message = f"session {current.id} was taken over by epoch {opening.epoch}"
+            # An equal one has the same owner, whose earlier stream a cut network may have delivered late.
+            self.close(current, (PeerLost if opening.epoch == known else Fenced)(message))
         self._epochs.record(opening.session_id, opening.epoch)
         self.waiting.append(session)
         self.admit_waiting()

@@ -15,6 +15,7 @@ import structlog
 
 from coordinator.persistence import write_behind
 from coordinator.persistence.store import Store
+from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
 from outrider.client.aio import AsyncClient
 from outrider.client.sync import Client
@@ -29,7 +30,7 @@ from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Output, ask, client, failure, follow, free_port, generate, generate_all, until_async
-from tests.contract.conftest import HEARTBEAT_MS, Greedy, House, after_joining, slowed
+from tests.contract.conftest import HEARTBEAT_MS, Greedy, House, after_joining, slowed, verifying
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -285,6 +286,24 @@ async def test_session_taken_by_a_higher_epoch_is_left(house: House) -> None:
             assert error is not None
             assert (error.code, error.value) == ("fenced", session_id)
             assert int(await store.hget(key, "finish") or 0) == FinishReason.NONE
+
+
+async def test_a_stream_that_was_opened_before_and_comes_late_ends_no_session(house: House) -> None:
+    """The network was cut, and the verifier gets what was sent over the lost connection after the one in its place."""
+    request = ask(PROMPT, temperature=0.0, max_tokens=100, ignore_eos=True, gamma=0)
+    async with client(house.coordinator) as stub:
+        plain = await generate(stub, request)
+        with slowed(house.loaded, 0.005):
+            answer = asyncio.create_task(generate(stub, request))
+            running = house.service.sessions
+            assert await soon(lambda: any(not each.ended and each.record.tokens for each in running.live), 5)
+            (record,) = (each.record for each in running.live if not each.ended)
+            async with verifying(house.verifier) as late:
+                name, epoch = record.session_id, record.epoch
+                await late.open([*record.request.prompt], session_id=name, epoch=epoch, max_tokens=100)
+            output = await answer
+    assert output.token_ids == plain.token_ids
+    assert output.stats.failovers == 1
 
 
 async def test_model_and_server_info(house: House, loaded: LoadedModel) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.engine.mock import MockEngine
 from outrider.observability.metrics import VerifierMetrics
-from outrider.protocol.errors import Fenced, InvalidRequest, Overloaded
+from outrider.protocol.errors import Fenced, InvalidRequest, Overloaded, PeerLost
 from outrider.protocol.sampling_params import SamplingParams
 from verifier import admission
 from verifier.admission import EPOCH_KEPT_S, Admission
@@ -117,11 +117,16 @@ def test_an_older_epoch_is_fenced_off_and_a_newer_one_takes_over() -> None:
     again = admitted.open(opening("a", epoch=5))
     ended = old.outbox.get_nowait()
     assert isinstance(ended, Ended)
-    assert isinstance(ended.error, Fenced)
+    assert isinstance(ended.error, PeerLost), "its owner has opened it twice"
     assert list(admitted.running.values()) == [again]
     admitted.free_closed()
     assert target.freed == ["a"]
-    admitted.close(again)
+    newer = admitted.open(opening("a", epoch=6))
+    ended = again.outbox.get_nowait()
+    assert isinstance(ended, Ended)
+    assert isinstance(ended.error, Fenced)
+    assert list(admitted.running.values()) == [newer]
+    admitted.close(newer)
     with pytest.raises(Fenced):
         admitted.open(opening("a", epoch=4))
 
