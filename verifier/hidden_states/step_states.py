@@ -50,9 +50,9 @@ def wire_states(
             if projection is not None:
                 states = projection(states)
             wire = states.to(torch.float16).cpu() if spec == FINAL_STATES else encode(states, float8=spec.float8)
-        except (torch.AcceleratorError, torch.OutOfMemoryError):
+        except torch.AcceleratorError:
             raise  # later steps would fail as well
-        except Exception:  # the other sessions of the step must not end
+        except Exception:  # also of memory: the sessions must not end
             log.exception("hidden states not computed", layers=spec.layers, projection=spec.projection)
             continue
         for (index, number), part in zip(sessions, torch.split(wire, list(map(len, parts))), strict=True):

@@ -32,17 +32,27 @@ def test_a_projection_of_other_states_costs_only_those_who_ask_for_it() -> None:
     assert sent[1][2].tolist() == [[2 * WIDTH] * 2] * 2
 
 
+def failing(error: Exception) -> Projection:
+    class Failing(Projection):
+        def __call__(self, states: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    packed = PackedProjection({"fc.weight": torch.ones(2, WIDTH)}, 1e-5, [1])
+    return Failing(packed.data, 1, WIDTH, torch.device("cpu"))
+
+
 def test_a_failure_of_the_device_is_not_hidden() -> None:
-    def failing(_: str) -> Projection:
-        class Failing(Projection):
-            def __call__(self, states: torch.Tensor) -> torch.Tensor:
-                raise torch.OutOfMemoryError
+    projection = failing(torch.AcceleratorError("an illegal memory access"))
+    kept = [KeptRows((), []), KeptRows((StateSpec((1,), "a" * 64, number=1),), [0])]
+    with pytest.raises(torch.AcceleratorError):
+        wire_states(step(), kept, lambda _: projection)
 
-        packed = PackedProjection({"fc.weight": torch.ones(2, WIDTH)}, 1e-5, [1])
-        return Failing(packed.data, 1, WIDTH, torch.device("cpu"))
 
-    with pytest.raises(torch.OutOfMemoryError):
-        wire_states(step(), [KeptRows((), []), KeptRows((StateSpec((1,), "a" * 64, number=1),), [0])], failing)
+def test_a_projection_without_memory_costs_only_those_who_ask_for_it() -> None:
+    """Unlike other errors of the device, it leaves the device as it was: the target's steps need no more of it."""
+    projection = failing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."))
+    kept = [KeptRows((FINAL_STATES,), [0]), KeptRows((FINAL_STATES, StateSpec((1,), "a" * 64, number=1)), [0])]
+    assert [sorted(each) for each in wire_states(step(), kept, lambda _: projection)] == [[0], [0]]
 
 
 def test_sessions_of_a_step_get_the_same_states_in_their_own_formats() -> None:
