@@ -19,7 +19,7 @@ MAX_S = 900.0
 FORGIVEN_AFTER = 10.0  # multiple of the last shunning without a further violation
 _REMEMBERED = 4_096  # ids and addresses; inventing more requires the fleet key
 
-_Name = tuple[Role, str]
+_Name = tuple[Role, str, str]
 
 
 @dataclass(slots=True)
@@ -36,16 +36,19 @@ class ShunnedWorkers:
         self._now = now
         self._entries: OrderedDict[_Name, _Entry] = OrderedDict()
 
-    def report(self, worker: WorkerInfo, reason: str) -> None:
-        """Shun a worker for a protocol violation; further reports during the shunning only count."""
+    def report(self, worker: WorkerInfo, reason: str, verifier: str = "") -> None:
+        """Shun a worker for a protocol violation; further reports during the shunning only count.
+
+        By the word of a `verifier`, its own sessions alone shun a drafter: it may have refused what is valid.
+        """
         self.violations[worker.role] += 1
-        if self.is_shunned(worker):
+        if self.is_shunned(worker, verifier):
             return
         now = self._now()
-        known = [entry for name in _names(worker) if (entry := self._entries.get(name)) is not None]
+        known = [entry for name in _names(worker, verifier) if (entry := self._entries.get(name))]
         recent = max((each.seconds for each in known if now < each.until + FORGIVEN_AFTER * each.seconds), default=0.0)
         seconds = min(MAX_S, recent * FACTOR) if recent else FIRST_S
-        for name in _names(worker):
+        for name in _names(worker, verifier):
             self._entries[name] = _Entry(seconds, now + seconds)
             self._entries.move_to_end(name)
         while len(self._entries) > _REMEMBERED:
@@ -57,12 +60,14 @@ class ShunnedWorkers:
             address=worker.address,
             seconds=seconds,
             error=reason,
+            sessions_of=verifier or "all verifiers",
         )
 
-    def is_shunned(self, worker: WorkerInfo) -> bool:
-        now = self._now()
-        return any(now < entry.until for name in _names(worker) if (entry := self._entries.get(name)) is not None)
+    def is_shunned(self, worker: WorkerInfo, verifier: str = "") -> bool:
+        """Return whether all sessions shun a worker, or those of a verifier by its word."""
+        now, names = self._now(), _names(worker, verifier)
+        return any(now < entry.until for name in names if (entry := self._entries.get(name)) is not None)
 
 
-def _names(worker: WorkerInfo) -> tuple[_Name, _Name]:
-    return (worker.role, f"id {worker.worker_id}"), (worker.role, f"at {worker.address}")
+def _names(worker: WorkerInfo, verifier: str) -> tuple[_Name, _Name]:
+    return (worker.role, f"id {worker.worker_id}", verifier), (worker.role, f"at {worker.address}", verifier)

@@ -30,6 +30,7 @@ from coordinator.sessions.drafting import (
 )
 from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.streams import VerifierStream
+from coordinator.sessions.verdicts import Refusal
 from coordinator.workers.choosers import DrafterChooser
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.worker_connection import WorkerConnection
@@ -77,7 +78,7 @@ class Session:
         self.pair = PairEstimate(4)
         self.drafters = [
             DrafterStream(self.connection, self.record, MODEL, Span(), source, self.pair, PLAIN)
-            for source in range(1, drafters + 1)
+            for source in range(1, max(1, drafters) + 1)
         ]
         self.drafter = self.drafters[0]
         for drafter in self.drafters:
@@ -350,6 +351,30 @@ async def test_a_full_drafter_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> No
         await asyncio.wait_for(pool.asked_again.wait(), 5.0)
     assert (drafting._sources, drafting._stats.drafter_losses) == (2, 0)
     await session.connection.close()
+
+
+async def test_a_drafter_whose_guesses_a_verifier_refuses_serves_the_sessions_of_others() -> None:
+    """The verifier may refuse what is valid, and must not take the drafter from all sessions."""
+    session, pool = Session(drafters=0), WorkerPool(FleetKeys(), 10.0)
+    worker = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", MODEL)
+    session.drafter.connection = drafter = await pool.workers.put(worker)
+    session.drafter._call = SimpleNamespace(cancel=lambda: None)
+    mine, beside, elsewhere = (DrafterChooser(pool, MODEL, "", lambda _: True) for _ in range(3))
+    session.drafting._chooser, beside.verifier, elsewhere.verifier = mine, "v", "other"
+    at = WorkerConnection(
+        WorkerInfo("v", Role.VERIFIER, "127.0.0.1:2", MODEL), lambda: FleetKeys().access(Role.DRAFTER)
+    )
+    async with session.drafting.attached_to(cast(VerifierStream, SimpleNamespace(connection=at, steer=print))):
+        session.drafting._attached[1] = session.drafter
+        session.drafting.receive(Refusal(1, InvalidRequest("wrong", field="guess.tokens")))
+        assert session.drafter._cancelled_by is not None
+        mine.record_loss(drafter, session.drafter._cancelled_by)
+    chosen = [pool.choose(Role.DRAFTER, each._fits) for each in (mine, beside, elsewhere)]
+    assert chosen == [None, None, drafter]
+    assert pool.shunned.violations[Role.DRAFTER] == 1
+    for connection in (at, session.connection):
+        await connection.close()
+    await pool.workers.close()
 
 
 async def test_the_next_drafter_is_judged_by_its_own_network(monkeypatch: pytest.MonkeyPatch) -> None:

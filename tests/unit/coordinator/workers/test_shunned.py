@@ -74,6 +74,16 @@ def test_another_name_at_the_same_address_is_the_same_worker_and_a_role_is_its_o
     assert not shunning.is_shunned(replace(WORKER, role=Role.VERIFIER))
 
 
+def test_the_word_of_a_verifier_counts_for_its_own_sessions(shunning: ShunnedWorkers, clock: Clock) -> None:
+    shunning.report(WORKER, "nonsense", "v")
+    assert shunning.is_shunned(replace(WORKER, address="elsewhere:1"), "v")
+    assert not shunning.is_shunned(WORKER)
+    assert not shunning.is_shunned(WORKER, "other")
+    clock.now += FIRST_S
+    assert not shunning.is_shunned(WORKER, "v")
+    assert shunned_for(shunning, clock) == FIRST_S, "others learn nothing of it"
+
+
 def test_it_is_said_once_each_time(shunning: ShunnedWorkers, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(3):
         shunning.report(WORKER, "nonsense")
