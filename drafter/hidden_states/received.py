@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -55,3 +56,12 @@ class ReceivedStates:
         if len(new):
             self.new_states.append(new)
         return True
+
+
+def evicted(sessions: Mapping[str, ReceivedStates], batch: Collection[str]) -> str:
+    """Return the session whose cache makes room for a batch, given the least recently drafted first.
+
+    It is one that the batch does without, if there is one, else the one with the most rows: not the same each time.
+    """
+    idle = next((session for session in sessions if session not in batch), None)
+    return idle or max(batch, key=lambda session: sessions[session].num_cached)

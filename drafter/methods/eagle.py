@@ -14,7 +14,7 @@ import torch
 
 from drafter.artifacts import read_trained
 from drafter.draft_sampling import add_choices, draws_plainly, next_token
-from drafter.hidden_states.received import WHOLE_PROMPT, ReceivedStates
+from drafter.hidden_states.received import WHOLE_PROMPT, ReceivedStates, evicted
 from drafter.interface import DraftRequest
 from drafter.lockstep import run_in_lockstep
 from drafter.methods.kernel_chains import KernelChains
@@ -94,10 +94,9 @@ class EagleDrafter:
             try:
                 computed = self._engine.extend(list(batch.values()))
             except Overloaded:
-                # First a session that is not in this batch, then one that is.
-                evicted = next((session for session in self._sessions if session not in batch), next(iter(batch)))
-                batch.pop(evicted, None)
-                self.forget(evicted)
+                session = evicted(self._sessions, batch)
+                batch.pop(session, None)
+                self.forget(session)
                 continue
             outputs = zip(computed.hidden_states, computed.logits, strict=True)
             return {

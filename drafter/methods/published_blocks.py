@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from drafter.hidden_states.received import ReceivedStates
+from drafter.hidden_states.received import ReceivedStates, evicted
 from drafter.interface import DraftRequest
 from drafter.methods.medusa import Rows, draft_places
 from drafter.published.dflash import PublishedDflash, PublishedDspark
@@ -69,10 +69,9 @@ class BlockDrafter:
             try:
                 caches = self._caches.of(list(batch), sum(len(part) + self._module.places for part in states))
             except Overloaded:
-                # First a session that is not in this batch, then one that is.
-                evicted = next((session for session in self._sessions if session not in batch), next(iter(batch)))
-                batch.pop(evicted, None)
-                self.forget(evicted)
+                session = evicted(self._sessions, batch)
+                batch.pop(session, None)
+                self.forget(session)
                 continue
             self._guess(batch.values(), states, caches)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -312,6 +313,27 @@ def test_a_full_cache_gives_up_the_idle(name: str, tmp_path: Path, target: str) 
         (draft,) = drafter.draft([replace(request, session=f"s{i}")])
         assert list(draft.tokens) == wanted
     drafter.forget("s19")
+
+
+@pytest.mark.parametrize("name", ["eagle", "peagle", "dflash"])
+def test_of_sessions_that_fill_the_cache_together_none_loses_its_context_again_and_again(
+    name: str, tmp_path: Path, target: str
+) -> None:
+    """It was always the first one. It had as good as no context, and soon no guesses either."""
+    drafter = drafter_of(name, tmp_path, target, kv_tokens=160)
+    states = torch.randn(110, HIDDEN, generator=torch.Generator().manual_seed(5))
+    sent, empty = 0, Counter[str]()
+    for length in range(24, 108, 3):
+        tokens = [token % VOCAB for token in range(length)]
+        rows = encode(states[sent : length - 1]).numpy().tobytes()
+        request = ask_for(tokens, 2, HiddenStates(sent, HIDDEN, rows, int(name not in FINAL)))
+        requests = [replace(request, session=session) for session in "abcd"]
+        empty.update(
+            each.session for each, draft in zip(requests, drafter.draft(requests), strict=True) if not draft.tokens
+        )
+        sent = length - 1
+    assert sum(empty.values()) >= 3, "the cache was full"
+    assert max(empty.values()) <= 3, empty
 
 
 def test_nothing_without_states(tmp_path: Path, target: str) -> None:
