@@ -20,6 +20,7 @@ MAX_BATCH_BYTES = 64 * 1024
 _FRAME_BYTES = 48  # of a frame besides its content, at most
 PING_S = 0.05  # between two pings, at least
 _PATIENCE_S = 0.02  # with a pong
+_RISE, _RISES_TO_S = 1.02, 0.5  # of the fastest time with each pong: a connection's round trip may change
 
 
 class FrameQueue:
@@ -72,12 +73,13 @@ class FrameQueue:
             self._asked = True
             self._added.set()
         if batch.pong:
-            self._fastest_s = min(self._fastest_s, time.monotonic() - self._pinged_at)
+            most_s = max(self._fastest_s, min(_RISE * self._fastest_s, _RISES_TO_S))
+            self._fastest_s = min(most_s, time.monotonic() - self._pinged_at)
             self.answered.set()
 
     @property
     def is_behind(self) -> bool:
-        """Return whether the peer reads much later than at its fastest."""
+        """Return whether the peer reads much later than at its fastest of late."""
         late_s = time.monotonic() - self._pinged_at - max(_PATIENCE_S, 2 * self._fastest_s)
         return late_s > 0 and not self.answered.is_set()
 

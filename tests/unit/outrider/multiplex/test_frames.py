@@ -67,6 +67,32 @@ async def test_a_peer_is_behind_while_its_answer_takes_much_longer_than_its_fast
     assert ours.answered.is_set()
 
 
+async def test_a_connection_that_gets_slower_makes_no_peer_late_for_ever(clock: Clock) -> None:
+    """As where the network takes another way: the peer counted as late until its coordinator was restarted."""
+    ours, theirs = await connected(clock)
+    late = []
+    for _ in range(200):
+        clock.now += PING_S
+        asked = await sent(ours)
+        clock.now += 0.15
+        late.append(ours.is_behind)
+        theirs.take_marks(asked)
+        ours.take_marks(await sent(theirs))
+    assert late[0]
+    assert not late[-1]
+
+
+async def test_a_peer_that_reads_late_for_long_is_not_taken_for_a_slow_connection(clock: Clock) -> None:
+    ours, theirs = await connected(clock)
+    for _ in range(1000):
+        clock.now += PING_S
+        asked = await sent(ours)
+        clock.now += 2.0
+        assert ours.is_behind
+        theirs.take_marks(asked)
+        ours.take_marks(await sent(theirs))
+
+
 async def test_a_slow_connection_makes_no_peer_late(clock: Clock) -> None:
     ours, theirs = FrameQueue(pings=True), FrameQueue()
     for side in (ours, theirs):
