@@ -25,7 +25,8 @@ def adjust_logits(
     if ids is not None:
         if not (params.penalised or params.logit_bias or request.grammar_cursor):
             return logits, ids
-        logits = logits.new_full((len(logits), request.vocab_size), float("-inf")).index_copy_(1, ids, logits)
+        columns = max(request.vocab_size, int(ids[-1]) + 1)
+        logits = logits.new_full((len(logits), columns), float("-inf")).index_copy_(1, ids, logits)
     logits = logits[:, : request.vocab_size]
     if params.penalised:
         history = History(tokens, request.prompt_length, logits.shape[-1], logits.device)

@@ -16,6 +16,7 @@ from drafter.session import DraftOpening, DraftSession
 from drafter.shares.shares import FEW, DraftingShares
 from outrider.base.decayed_mean import DecayedMean
 from outrider.observability.metrics import DrafterMetrics
+from outrider.protocol.checks import MAX_IDS
 from outrider.protocol.errors import InvalidRequest, OutriderError, Overloaded, Unavailable
 from outrider.protocol.fleet import WorkerLoad
 from outrider.protocol.speculation import Guess, Verdict
@@ -52,7 +53,7 @@ class DraftingLoop:
     def open(self, opening: DraftOpening, grammar_cursor: GrammarCursor | None = None) -> DraftSession:
         if self._draining:
             raise Unavailable("this drafter is shutting down")
-        opening.check()
+        opening.check(getattr(self._drafter, "vocab_limit", MAX_IDS))
         if (held := len(self._sessions)) >= self._max_sessions:
             message, limit = f"{held} sessions are open already", self._max_sessions
             raise Overloaded(message, field="sessions", value=held, limit=limit, retry_after_ms=_RETRY_AFTER_MS)

@@ -38,8 +38,8 @@ class DraftOpening(SessionOpening):
     earlier_states: int = 0  # positions whose states may come later
     direct_source: int = 0  # unless 0: of guesses that go to the verifier in this process
 
-    def check(self) -> None:
-        check_number("open.vocab_size", self.vocab_size, 1, MAX_IDS)
+    def check(self, most_ids: int = MAX_IDS) -> None:
+        check_number("open.vocab_size", self.vocab_size, 1, most_ids)
         self.check_for(self.vocab_size, self.steering, self.cache_salt)
         check_tokens("open.eos_token_ids", self.eos_token_ids, self.vocab_size)
         check_number("open.earlier_states", self.earlier_states, 0, MAX_EARLIER_POSITIONS)

@@ -97,8 +97,7 @@ class DrafterChooser:
         self._kind = kind
         self._accepts = accepts
         self._models: set[str] = set()  # fingerprints of drafters that are attached or being attached
-        self.verifier = ""  # id of the session's; empty: an attached engine, of whose words no other session learns
-        self._excluded: set[str] = set()  # drafters that sent this session invalid guesses
+        self.excluded: set[str] = set()  # drafters that sent this session invalid guesses
 
     async def wait_for(self, place: int, address: str = "") -> WorkerConnection | None:
         """Return a drafter for this place, if possible one at the verifier's address; None after a long wait."""
@@ -125,16 +124,10 @@ class DrafterChooser:
         """Return whether a drafter is of the session's kind and for its target."""
         return self._kind in ("", drafter.kind) and fits(drafter.model, self._target) and self._accepts(drafter)
 
-    def refuse(self, drafter: WorkerInfo, reason: str) -> None:
-        """Use a drafter no longer whose guesses the verifier refuses."""
-        self._excluded.add(drafter.worker_id)
-        if self.verifier:
-            self._worker_pool.shunned.report(drafter, reason, self.verifier)
-
     def record_loss(self, connection: WorkerConnection, error: OutriderError) -> None:
         """Record the loss of a drafter, and exclude it if it broke the protocol or refuses this session."""
         if isinstance(error, InvalidRequest | ProtocolViolation):
-            self._excluded.add(connection.info.worker_id)
+            self.excluded.add(connection.info.worker_id)
         if isinstance(error, ProtocolViolation):
             self._worker_pool.shunned.report(connection.info, error.message)
         if isinstance(error, Overloaded):
@@ -153,6 +146,5 @@ class DrafterChooser:
     def _fits(self, connection: WorkerConnection) -> bool:
         """Return whether a drafter may be attached: below its capacity, and never two of one model."""
         info = connection.info
-        taken = info.worker_id in self._excluded or info.model.fingerprint in self._models
-        shunned = bool(self.verifier) and self._worker_pool.shunned.is_shunned(info, self.verifier)
-        return not taken and not shunned and self.suits(info) and occupancy(connection) < 1.0
+        taken = info.worker_id in self.excluded or info.model.fingerprint in self._models
+        return not taken and self.suits(info) and occupancy(connection) < 1.0

@@ -45,9 +45,6 @@ class Record:
         bucket = bisect.bisect(_EXPECTED_BOUNDS, expected)
         return expected * self.accepted_share[bucket].value(shared.accepted_share[bucket].value(1.0))
 
-    def hit_rate(self, shared: Record, prior: float) -> float:
-        return self.hits.value(shared.hits.value(prior))
-
 
 class AccuracyTracker:
     """Guesses of one session's drafters at positions that are not committed yet.

@@ -21,6 +21,7 @@ from drafter.blend.round_estimate import RoundEstimate, full_acceptance_probabil
 from drafter.hidden_states.earlier_states import MAX_AWAITING
 from drafter.interface import Drafter, DraftRequest, Proposer, ReadsLayers
 from outrider.base.decayed_mean import DecayedMean
+from outrider.protocol.checks import MAX_IDS
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.earlier_states import MAX_EARLIER_POSITIONS
@@ -122,6 +123,7 @@ class BlendDrafter:
         self._state_members = [name for name, member in members.items() if member.needs_hidden_states]
         self.reads_context = any(getattr(member, "reads_context", False) for member in members.values())
         self.target_width = max(getattr(member, "target_width", 0) for member in members.values())
+        self.vocab_limit = min(getattr(member, "vocab_limit", MAX_IDS) for member in members.values())
         _check_same_target(self._members)
         vocabularies = (member.vocabulary for member in members.values())
         self.vocabulary: Vocabulary | None = next(filter(None, vocabularies), None)
@@ -224,7 +226,7 @@ class BlendDrafter:
         level_s = seconds.total / seconds.weight if seconds.weight else 0.0
         rest_s = session.rest_s.value if session.rest_s.known else self._rest_s
         return RoundEstimate(
-            hit_rate=session.records[model].hit_rate(self._records[model], _HIT_RATE_PRIOR),
+            hit_rate=session.records[model].hits.value(self._records[model].hits.value(_HIT_RATE_PRIOR)),
             depth=depth,
             level_s=level_s,
             # Before the first measurement, the rest of a round counts as much as the model's draft.

@@ -69,6 +69,7 @@ class EagleDrafter:
     def __init__(self, eagle: Eagle | RowEngine, engine: Engine | RowEngine, info: ModelInfo, candidates: int) -> None:
         self.info = info
         self.vocabulary: Vocabulary | None = None  # bound to one target instead: ModelInfo.target_digest
+        self.vocab_limit = len(eagle.embeddings)
         self._eagle = eagle
         self._engine = engine
         self._candidates = candidates

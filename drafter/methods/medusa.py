@@ -28,6 +28,7 @@ class MedusaDrafter:
     def __init__(self, medusa: Medusa, info: ModelInfo, candidates: int) -> None:
         self.info = info
         self.vocabulary: Vocabulary | None = None  # bound to one target instead: ModelInfo.target_digest
+        self.vocab_limit = len(medusa.embeddings)
         self._medusa = medusa
         self._candidates = candidates
         self._states: dict[str, tuple[int, torch.Tensor]] = {}  # by session: position and last hidden state

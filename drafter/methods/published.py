@@ -41,7 +41,7 @@ class PublishedDrafter:
     def __init__(
         self, rows: EagleDrafter | BlockDrafter, width: int, projection: PackedProjection | None, target_width: int
     ) -> None:
-        self.info = rows.info
+        self.info, self.vocab_limit = rows.info, rows.vocab_limit
         self.vocabulary: Vocabulary | None = None  # it fits every target of its width and vocabulary size
         self._rows = rows
         self.target_width = target_width  # of hidden states, before the projection

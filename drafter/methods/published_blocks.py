@@ -40,6 +40,7 @@ class BlockDrafter:
         self, module: PublishedPeagle | PublishedDflash, capacity: int, info: ModelInfo, candidates: int
     ) -> None:
         self.info = info
+        self.vocab_limit = len(module.embed_tokens.weight)
         self._module = module
         self._caches = SessionCaches(module, capacity)
         self._candidates = candidates

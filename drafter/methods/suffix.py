@@ -74,12 +74,8 @@ class _Continuation:
     probabilities: tuple[float, ...] = ()
     weight: float = 1.0
 
-    @property
-    def expected(self) -> float:
-        return self.expected_of(len(self.tokens))
-
-    def expected_of(self, length: int) -> float:
-        """Return how many of the first `length` tokens are expected to be accepted."""
+    def expected(self, length: int | None = None) -> float:
+        """Return how many of the first `length` tokens are expected to be accepted; None: of all."""
         return self.weight * sum(self.probabilities[:length])
 
 
@@ -112,10 +108,10 @@ class SuffixDrafter:
         if not best.tokens:
             return request.chain(done=True)
         if request.branches > 1:
-            return replace(request.allowed(self._tree(request, best)), expected=best.expected)
+            return replace(request.allowed(self._tree(request, best)), expected=best.expected())
         guess = request.allowed(request.chain(best.tokens))
         length = len(request.new_tokens(guess))
-        return replace(guess, done=length < request.max_new_tokens, expected=best.expected_of(length))
+        return replace(guess, done=length < request.max_new_tokens, expected=best.expected(length))
 
     def forget(self, session: str) -> None:
         text = self._texts.pop(session, None)
@@ -136,7 +132,7 @@ class SuffixDrafter:
         suffix = request.tokens[-_SHARED_CONTEXT:]
         for automaton in shared.generations if shared else ():
             other = self._follow(automaton, automaton.locate(suffix), request, _SHARED_WEIGHT)
-            if other.expected > best.expected:
+            if other.expected() > best.expected():
                 best = other
         return best
 

@@ -20,7 +20,7 @@ NodeKey = tuple[int, int]
 
 # These limits bound the memory that a drafter can use.
 MAX_NAMES = 16  # of one node
-MAX_HELD = 16_384  # committed guesses that later ones may hang from
+MAX_HELD = 16_384  # committed guesses that later ones may hang from, and drafters
 
 
 @dataclass(slots=True, eq=False)
@@ -227,6 +227,8 @@ class GuessTree:
             raise InvalidRequest.of("guess.first_id", guess.first_id, "at least 1")
         if guess.parent >= guess.first_id:
             raise InvalidRequest.of("guess.parent", guess.parent, f"below first_id {guess.first_id}")
+        if len(self._highest) == MAX_HELD and guess.source not in self._highest:
+            raise InvalidRequest.of("guess.source", guess.source, f"one of at most {MAX_HELD} of a session")
         self._highest[guess.source] = max(self._highest.get(guess.source, 0), guess.first_id + len(guess.tokens) - 1)
 
     def _keep_committed(self, key: NodeKey, position: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -70,3 +72,13 @@ def test_nothing_is_drawn_from_logits_that_are_not_finite(mode: Verification, to
     request = asked(verification=mode, top_p=top_p)
     assert next_token(request, logits, TOKENS, CANDIDATES) is None
     assert token_choices(request, logits, [()]) == [[]]
+
+
+def test_drafted_ids_that_the_session_lacks_are_left_out(drafted: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """On a GPU a row without a place for them would end the process."""
+    logits, ids = drafted
+    request = replace(asked(logit_bias={3: 1.0}), vocab_size=100)
+    adjusted, _ = adjust_logits(request, logits, ids, TOKENS, [()])
+    whole = torch.full((1, VOCAB), float("-inf")).index_copy(1, ids, logits)[:, :100]
+    whole[0, 3] += 1.0
+    assert torch.equal(adjusted, whole)

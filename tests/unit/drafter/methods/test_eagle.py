@@ -326,6 +326,10 @@ def test_four_bits_of_the_layer_and_eight_of_the_head_are_read(target: LlamaForC
     assert as_trained + 5 < as_rounded >= 85
 
 
+def test_it_says_how_many_ids_have_an_embedding(drafter: EagleDrafter) -> None:
+    assert drafter.vocab_limit == VOCAB
+
+
 def test_nothing_without_states(drafter: EagleDrafter) -> None:
     assert drafter.draft([ask_for(PROMPT, 3)]) == [Guess(len(PROMPT), 0, 0, (), done=True)]
 

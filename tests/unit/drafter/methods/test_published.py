@@ -15,6 +15,7 @@ import torch
 
 from drafter.hidden_states.declaration import StateDeclaration
 from drafter.interface import Drafter, DraftRequest, ReadsLayers
+from drafter.loop import DraftingLoop
 from drafter.methods import published_blocks, registry
 from drafter.methods.published import make
 from drafter.published.dflash import PublishedDflash, PublishedDspark
@@ -22,9 +23,11 @@ from drafter.published.eagle3 import PublishedPeagle
 from drafter.published.loading import PublishedCheckpoint
 from drafter.published.module import PublishedModule
 from drafter.published.rows import RowBatch, SessionRows
+from drafter.session import DraftOpening
 from outrider.hidden_states.projection import Projection
 from outrider.hidden_states.rows import encode
-from outrider.protocol.errors import ModelMismatch, StartupError
+from outrider.observability.metrics import DrafterMetrics
+from outrider.protocol.errors import InvalidRequest, ModelMismatch, StartupError
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.sampling_params import SamplingParams, Verification
@@ -334,6 +337,19 @@ def test_of_sessions_that_fill_the_cache_together_none_loses_its_context_again_a
         sent = length - 1
     assert sum(empty.values()) >= 3, "the cache was full"
     assert max(empty.values()) <= 3, empty
+
+
+@pytest.mark.parametrize("kind", ["published", "suffix+published"])
+@pytest.mark.parametrize("name", ["eagle", "dflash"])
+def test_a_session_whose_ids_have_no_embedding_is_refused(kind: str, name: str, tmp_path: Path, target: str) -> None:
+    """On a GPU one such id ends the process, and with it the sessions of all coordinators."""
+    settings = DrafterSettings(kind=kind, model=str(CASES[name](tmp_path)), target=target, device="cpu")
+    loop = DraftingLoop(registry.make(settings, lambda _: None), 4, DrafterMetrics(name, kind))
+    params = SamplingParams(seed=1, max_tokens=4)
+    loop.open(DraftOpening("known", 1, tuple(PROMPT), len(PROMPT), params, vocab_size=VOCAB))
+    with pytest.raises(InvalidRequest) as refused:
+        loop.open(DraftOpening("unknown", 1, (*PROMPT, VOCAB), len(PROMPT), params, vocab_size=VOCAB + 1))
+    assert (refused.value.field, refused.value.value) == ("open.vocab_size", str(VOCAB + 1))
 
 
 def test_nothing_without_states(tmp_path: Path, target: str) -> None:

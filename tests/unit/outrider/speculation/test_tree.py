@@ -578,3 +578,14 @@ def test_names_of_committed_guesses_are_bounded(monkeypatch: pytest.MonkeyPatch)
     for first_id in range(1, 100):
         tree.add(chain(1, first_id, 7))
     assert len(tree._committed_guesses) == 5
+
+
+def test_drafters_of_a_session_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that names another one with each guess takes memory otherwise."""
+    monkeypatch.setattr(tree_module, "MAX_HELD", 5)
+    tree = tree_over([0, 7])
+    for source in range(1, 6):
+        tree.add(chain(1, 1, 7, source=source))
+    with pytest.raises(InvalidRequest, match=r"guess\.source is 6"):
+        tree.add(chain(1, 1, 7, source=6))
+    tree.add(chain(1, 2, 7, source=5))
