@@ -48,9 +48,8 @@ class Admission:
         session = VerifySession(opening, self._target.info, self._target.device, guide)
         self._check_size(session)
         if current is not None:
-            message = f"session {current.id} was taken over by epoch {opening.epoch}"
-            # An equal one has the same owner, whose earlier stream a cut network may have delivered late.
-            self.close(current, (PeerLost if opening.epoch == known else Fenced)(message))
+            lost = PeerLost if opening.epoch == known else Fenced  # an owner's older stream may come late
+            self.close(current, lost(f"session {current.id} was taken over by epoch {opening.epoch}"))
         self._epochs.record(opening.session_id, opening.epoch)
         self.waiting.append(session)
         self.admit_waiting()

@@ -14,7 +14,6 @@ import torch
 from outrider.engine import Engine
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.fleet import ModelInfo
 from outrider.speculation.grammar import Masks
 from outrider.speculation.verification import SessionSampling, VerifyResult, verify_batch
 from verifier.batching import ScheduledSession
@@ -35,17 +34,10 @@ class EngineTarget:
     verifies_trees = True
 
     def __init__(self, engine: Engine) -> None:
+        self.info, self.device = engine.info, engine.device
         self._engine = engine
         self.projections = Projections(engine.state_shape, engine.device)
         self._mask_threads = ThreadPoolExecutor(max_workers=MASK_THREADS, thread_name_prefix="masks")
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._engine.info
-
-    @property
-    def device(self) -> torch.device:
-        return self._engine.device
 
     @property
     def evictable_tokens(self) -> int:
@@ -101,7 +93,7 @@ class EngineTarget:
         guide = item.session.guide
         if guide is None or not item.verifies:
             return None
-        return self._mask_threads.submit(guide.allowed, item.block.paths, self._engine.info.vocab_size)
+        return self._mask_threads.submit(guide.allowed, item.block.paths, self.info.vocab_size)
 
     def _session_result(
         self,

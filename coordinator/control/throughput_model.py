@@ -79,8 +79,7 @@ class SpeculationPlan:
 
     def for_drafter(self, drafters: int = 1) -> DraftSteering:
         """Return the steering of one of so many drafters of a session, whose open guesses fit its tree together."""
-        most = MAX_NODES // drafters
-        nodes = self.nodes if (self.nodes or self.gamma * self.branches) <= most else most
+        nodes = min(self.nodes or self.gamma * self.branches, MAX_NODES // drafters)
         return DraftSteering(gamma=self.gamma, branches=self.branches, nodes=nodes, eager=self.ahead)
 
     def for_verifier(self, wait_timeout_ms: float) -> VerifySteering:

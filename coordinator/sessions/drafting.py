@@ -114,6 +114,7 @@ class Drafting:
         self._estimator.attach_verifier(verifier.connection.info.load.cost, max(0, others), plain)
         self.control.decide(None)  # its steps are plain until a drafter joins
         self._verifier, self._passed_at, self.control.paying_nodes = verifier, -1, 0
+        self._chooser.verifier = verifier.connection.info.worker_id
         places = range(self._context.drafters * self.control.wants_drafter)
         async with background(*(self._keep_drafting(verifier, place) for place in places)):
             try:
@@ -172,7 +173,8 @@ class Drafting:
                 each.cancel(PeerLost("the verifier does not have its projection"))
         elif (drafter := self._attached.get(reply.source)) is not None:
             self._chooser.excluded.add(drafter.connection.info.worker_id)
-            drafter.cancel(blame(f"the verifier refuses its guesses: {reply.error.message}"))
+            reason = f"the verifier refuses its guesses: {reply.error.message}"
+            drafter.cancel(blame(reason, field="verifier", value=self._chooser.verifier))
 
     async def _keep_drafting(self, verifier: GuessReceiver, place: int) -> None:
         """Attach one drafter after another to this place."""

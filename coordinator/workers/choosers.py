@@ -96,6 +96,7 @@ class DrafterChooser:
         self._target = target
         self._kind = kind
         self._accepts = accepts
+        self.verifier = ""  # id of the session's, by whose word a drafter is shunned in its sessions alone
         self._models: set[str] = set()  # fingerprints of drafters that are attached or being attached
         self.excluded: set[str] = set()  # drafters that sent this session invalid guesses
 
@@ -129,10 +130,10 @@ class DrafterChooser:
         if isinstance(error, InvalidRequest | ProtocolViolation):
             self.excluded.add(connection.info.worker_id)
         if isinstance(error, ProtocolViolation):
-            self._worker_pool.shunned.report(connection.info, error.message)
+            self._worker_pool.shunned.report(connection.info, error.message, error.value)
         if isinstance(error, Overloaded):
             connection.record_full()
-        elif not isinstance(error, InvalidRequest):
+        elif not isinstance(error, InvalidRequest) and not error.value:
             connection.record_failure()
 
     def readable_states(self, places: int) -> list[StateSpec]:
@@ -147,4 +148,5 @@ class DrafterChooser:
         """Return whether a drafter may be attached: below its capacity, and never two of one model."""
         info = connection.info
         taken = info.worker_id in self.excluded or info.model.fingerprint in self._models
+        taken |= bool(self.verifier) and self._worker_pool.shunned.is_shunned(info, self.verifier)
         return not taken and self.suits(info) and occupancy(connection) < 1.0

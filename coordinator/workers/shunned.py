@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import structlog
 
@@ -22,34 +21,25 @@ _REMEMBERED = 4_096  # ids and addresses; inventing more requires the fleet key
 _Name = tuple[Role, str, str]
 
 
-@dataclass(slots=True)
-class _Entry:
-    seconds: float = 0.0  # of the last shunning
-    until: float = 0.0
-
-
 class ShunnedWorkers:
     """Shunned workers by id and address (a new id does not help), with a record for ten times their last shunning."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.violations: Counter[Role] = Counter(dict.fromkeys(Role, 0))
         self._now = now
-        self._entries: OrderedDict[_Name, _Entry] = OrderedDict()
+        self._entries: OrderedDict[_Name, tuple[float, float]] = OrderedDict()  # of the last one: its length, its end
 
     def report(self, worker: WorkerInfo, reason: str, verifier: str = "") -> None:
-        """Shun a worker for a protocol violation; further reports during the shunning only count.
-
-        By the word of a `verifier`, its own sessions alone shun a drafter: it may have refused what is valid.
-        """
+        """Shun a worker for a violation, by the word of a `verifier` in its sessions; reports meanwhile only count."""
         self.violations[worker.role] += 1
         if self.is_shunned(worker, verifier):
             return
-        now = self._now()
-        known = [entry for name in _names(worker, verifier) if (entry := self._entries.get(name))]
-        recent = max((each.seconds for each in known if now < each.until + FORGIVEN_AFTER * each.seconds), default=0.0)
+        now, names = self._now(), _names(worker, verifier)
+        known = [self._entries[name] for name in names if name in self._entries]
+        recent = max((length for length, until in known if now < until + FORGIVEN_AFTER * length), default=0.0)
         seconds = min(MAX_S, recent * FACTOR) if recent else FIRST_S
-        for name in _names(worker, verifier):
-            self._entries[name] = _Entry(seconds, now + seconds)
+        for name in names:
+            self._entries[name] = seconds, now + seconds
             self._entries.move_to_end(name)
         while len(self._entries) > _REMEMBERED:
             self._entries.popitem(last=False)
@@ -65,8 +55,8 @@ class ShunnedWorkers:
 
     def is_shunned(self, worker: WorkerInfo, verifier: str = "") -> bool:
         """Return whether all sessions shun a worker, or those of a verifier by its word."""
-        now, names = self._now(), _names(worker, verifier)
-        return any(now < entry.until for name in names if (entry := self._entries.get(name)) is not None)
+        known = (self._entries.get(name) for name in _names(worker, verifier))
+        return any(entry is not None and self._now() < entry[1] for entry in known)
 
 
 def _names(worker: WorkerInfo, verifier: str) -> tuple[_Name, _Name]:

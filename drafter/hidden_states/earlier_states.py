@@ -7,7 +7,6 @@ wait here until they reach up to the first one that came. Then the drafter start
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 from outrider.protocol.hidden_states.earlier_states import MAX_EARLIER_POSITIONS
 from outrider.protocol.hidden_states.messages import MAX_HIDDEN_POSITIONS, HiddenStates
@@ -16,17 +15,9 @@ MAX_AWAITING = 2048  # positions that are kept while earlier ones are on their w
 SHARE = 16  # of the KV cache's tokens, the part that the earlier states of one session may take
 
 
-@runtime_checkable
-class ReadsContext(Protocol):
-    """Drafter whose attention reads the states of the whole context."""
-
-    reads_context: bool
-
-
 def earlier_positions(drafter: object, kv_tokens: int) -> int:
-    """Return how many earlier positions a drafter asks for."""
-    reads = isinstance(drafter, ReadsContext) and drafter.reads_context
-    return min(MAX_EARLIER_POSITIONS, kv_tokens // SHARE) if reads else 0
+    """Return how many earlier positions a drafter asks for, if its attention reads the whole context."""
+    return min(MAX_EARLIER_POSITIONS, kv_tokens // SHARE) if getattr(drafter, "reads_context", False) else 0
 
 
 class StateQueue:

@@ -21,6 +21,7 @@ class EngineWrapper:
     evictable_tokens: int
     state_shape: tuple[int, int]
     length: Callable[[str], int]
+    match_prefix: Callable[..., int]
     truncate: Callable[[str, int], None]
     compact: Callable[[str, int, Sequence[int]], None]
     free: Callable[[str], None]
@@ -31,6 +32,3 @@ class EngineWrapper:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-    def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
-        return self.inner.match_prefix(session, tokens, salt)

@@ -65,13 +65,8 @@ class VllmCore:
         self.layers = tuple(sorted(set(options.layers)))
         self.runner: str = self._core.collective_rpc("install_judge")[0]
         self.config = config
-        self._scheduler = self._core.scheduler
-        self._pool = self._scheduler.kv_cache_manager.block_pool
-
-    @property
-    def scheduler(self) -> Any:
-        """Return the GuessingScheduler."""
-        return self._scheduler
+        self.scheduler: Any = self._core.scheduler  # the GuessingScheduler
+        self._pool = self.scheduler.kv_cache_manager.block_pool
 
     @property
     def state_shape(self) -> tuple[int, int]:
@@ -106,7 +101,7 @@ class VllmCore:
 
     def _tokens_in(self, blocks: int) -> int:
         """Return the tokens of short sessions in blocks: each kind of layers, such as windows, takes its own ones."""
-        return blocks * self.block_tokens // len(self._scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups)
+        return blocks * self.block_tokens // len(self.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups)
 
     @property
     def context_length(self) -> int:
@@ -144,14 +139,14 @@ class VllmCore:
             # vLLM has disabled torch.set_num_threads.
             self._thread.counted = True
             torch._C.set_num_threads(self._threads)
-        self._scheduler.plan = plan
-        self._scheduler.masks = masks or (lambda request, guesses: None)
-        self._scheduler.computed = {}
+        self.scheduler.plan = plan
+        self.scheduler.masks = masks or (lambda request, guesses: None)
+        self.scheduler.computed = {}
         self._core.step_fn()
 
     def num_computed(self, name: str) -> int | None:
         """Return how many tokens of a request are cached; None: vLLM has ended it."""
-        request = self._scheduler.requests.get(name)
+        request = self.scheduler.requests.get(name)
         return None if request is None else int(request.num_computed_tokens)
 
     def abort(self, names: Iterable[str]) -> None:
