@@ -55,7 +55,7 @@ class AttachedSession:
         self, opening: pb.OpenAttached, salt: str, tenant_id: str, context: DraftingContext, metrics: CoordinatorMetrics
     ) -> None:
         model = _model(opening, tenant_id)
-        engine = WorkerInfo(METRICS_NAME, Role.VERIFIER, METRICS_NAME, model, machine=opening.machine)
+        engine = WorkerInfo("", Role.VERIFIER, METRICS_NAME, model, machine=opening.machine)
         self.connection = AttachedEngine(engine)
         self._record = _record(opening, model, salt, tenant_id)
         self.outbox: asyncio.Queue[verify.VerifyRequest | None] = asyncio.Queue()  # None: the end
@@ -119,7 +119,7 @@ class AttachedSession:
     def _receive(self, reply: verify.VerifyReply) -> None:
         kind = reply.WhichOneof("message")
         if kind == "refused":
-            self._drafting.receive(self._reader.refusal(reply), InvalidRequest)  # no other session learns of it
+            self._drafting.receive(self._reader.refusal(reply))
             return
         if kind != "verdict":
             raise InvalidRequest.of("message", kind or "empty", "verdict or refused")

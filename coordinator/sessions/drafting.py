@@ -33,7 +33,7 @@ from coordinator.workers.choosers import Accepts, DrafterChooser
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import background
-from outrider.protocol.errors import OutriderError, Overloaded, PeerLost, ProtocolViolation
+from outrider.protocol.errors import InvalidRequest, OutriderError, Overloaded, PeerLost
 from outrider.protocol.fleet import ModelInfo, WorkerInfo
 from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.protocol.speculation import SourceTally, Verdict, VerifySteering
@@ -164,7 +164,7 @@ class Drafting:
         if drafter.pair.late > BEGINNING and drafter.connection.info.model.device not in ("", "cpu"):
             drafter.pair.observe_late_draft(drafter.plan.gamma + DIRECT_START, timings.wait_us, tree=tree)
 
-    def receive(self, reply: Refusal | EarlierReply, blame: type[OutriderError] = ProtocolViolation) -> None:
+    def receive(self, reply: Refusal | EarlierReply) -> None:
         """Detach the drafter whose guess the verifier refused, or whose projection it lacks; pass earlier states on."""
         if isinstance(reply, EarlierReply):
             self._stats.hidden_bytes += relay_earlier(self._attached.values(), reply)
@@ -172,9 +172,9 @@ class Drafting:
             for each in (each for each in self._attached.values() if each.spec.projection == digest):
                 each.cancel(PeerLost("the verifier does not have its projection"))
         elif (drafter := self._attached.get(reply.source)) is not None:
-            self._chooser.excluded.add(drafter.connection.info.worker_id)
             reason = f"the verifier refuses its guesses: {reply.error.message}"
-            drafter.cancel(blame(reason, field="verifier", value=self._chooser.verifier))
+            self._chooser.exclude(drafter.connection.info, reason)
+            drafter.cancel(InvalidRequest(reason))
 
     async def _keep_drafting(self, verifier: GuessReceiver, place: int) -> None:
         """Attach one drafter after another to this place."""

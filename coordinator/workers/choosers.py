@@ -96,7 +96,7 @@ class DrafterChooser:
         self._target = target
         self._kind = kind
         self._accepts = accepts
-        self.verifier = ""  # id of the session's, by whose word a drafter is shunned in its sessions alone
+        self.verifier = ""  # id of the session's; empty: an attached engine, of whose words no other session learns
         self._models: set[str] = set()  # fingerprints of drafters that are attached or being attached
         self.excluded: set[str] = set()  # drafters that sent this session invalid guesses
 
@@ -125,15 +125,21 @@ class DrafterChooser:
         """Return whether a drafter is of the session's kind and for its target."""
         return self._kind in ("", drafter.kind) and fits(drafter.model, self._target) and self._accepts(drafter)
 
+    def exclude(self, drafter: WorkerInfo, reason: str) -> None:
+        """Use a drafter no longer whose guesses the verifier refuses."""
+        self.excluded.add(drafter.worker_id)
+        if self.verifier:
+            self._worker_pool.shunned.report(drafter, reason, self.verifier)
+
     def record_loss(self, connection: WorkerConnection, error: OutriderError) -> None:
         """Record the loss of a drafter, and exclude it if it broke the protocol or refuses this session."""
         if isinstance(error, InvalidRequest | ProtocolViolation):
             self.excluded.add(connection.info.worker_id)
         if isinstance(error, ProtocolViolation):
-            self._worker_pool.shunned.report(connection.info, error.message, error.value)
+            self._worker_pool.shunned.report(connection.info, error.message)
         if isinstance(error, Overloaded):
             connection.record_full()
-        elif not isinstance(error, InvalidRequest) and not error.value:
+        elif not isinstance(error, InvalidRequest):
             connection.record_failure()
 
     def readable_states(self, places: int) -> list[StateSpec]:

@@ -55,8 +55,7 @@ class ShunnedWorkers:
 
     def is_shunned(self, worker: WorkerInfo, verifier: str = "") -> bool:
         """Return whether all sessions shun a worker, or those of a verifier by its word."""
-        known = (self._entries.get(name) for name in _names(worker, verifier))
-        return any(entry is not None and self._now() < entry[1] for entry in known)
+        return any(self._now() < self._entries.get(name, (0.0, 0.0))[1] for name in _names(worker, verifier))
 
 
 def _names(worker: WorkerInfo, verifier: str) -> tuple[_Name, _Name]:
