@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from outrider.base.config import main
+from outrider.base.config import check_installed, main
 from outrider.base.openmp import use_threads
 from outrider.models.drafter_choice import AUTO, MODEL_FREE, choose_drafter
 from outrider.observability.tracing import make_tracing
@@ -21,6 +21,7 @@ def run(settings: DrafterSettings) -> None:
     if set(settings.kind.split("+")) <= MODEL_FREE:
         importlib.import_module("outrider.base.no_torch")
     else:
+        check_installed("torch", "models")
         use_threads(settings.threads)
     serve(settings)
 

@@ -6,7 +6,6 @@ or the throughput did not recover after a peak.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import signal
@@ -29,6 +28,7 @@ from loadtest.options import COMMON, OWN, signature
 from loadtest.report.summary import Percentiles, Summary
 from loadtest.settings import Load, LoadTarget, check_writable
 from loadtest.shapes import max_duration_s, parts
+from outrider.base.config import check_installed
 from outrider.base.processes import end_on_signals, ending_with_parent
 from outrider.protocol.errors import InvalidRequest, StartupError
 
@@ -52,7 +52,8 @@ def main(**flags: Any) -> None:
         ClientCredentials.load(**{name: given[name] for name in names})
         made = parts(load.shape, load.users, load.seconds, load.times, where.capacity, where.max_users)
         longest = max_duration_s(made, load.spawn_rate, where.timeout_s)
-        check_installed()
+        for package in ("locust", "matplotlib"):
+            check_installed(package, "loadtest")
         folder = given["report"] or RESULTS / datetime.now().strftime("%Y%m%d-%H%M%S")
         figures, page = given["json"] or folder / "summary.json", given["html"] or folder / "report.html"
         check_writable(folder / "locust.log", figures, page)
@@ -73,12 +74,6 @@ def main(**flags: Any) -> None:
 
 
 main.__signature__ = signature()  # type: ignore[attr-defined]
-
-
-def check_installed() -> None:
-    for package in ("locust", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise StartupError(f"{package} is not installed: pip install 'outrider[loadtest]'")
 
 
 def _locust_options(given: Mapping[str, Any]) -> list[str]:

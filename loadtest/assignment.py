@@ -12,9 +12,9 @@ from typing import Any
 
 from loadtest.attempt import fetch_reference
 from loadtest.credentials import ClientCredentials
-from loadtest.load_clients import GRPC, HTTP, GrpcLoadClient, HttpLoadClient, LoadClient
+from loadtest.load_clients import GrpcLoadClient, HttpLoadClient, LoadClient
 from loadtest.settings import Load, LoadTarget
-from loadtest.workload import Output, cases
+from loadtest.workload import GRPC, HTTP, Output, cases
 from outrider.protocol.errors import OutriderError, Unavailable
 from outrider.protocol.fleet import Role
 

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from loadtest.load_clients import LoadClient, ReplyPiece, Speculation, error_name
-from loadtest.workload import Case, Output, difference
+from loadtest.workload import TEXT_DIFFERS, Case, Output, difference
 from outrider.protocol.errors import OutriderError, Overloaded, PeerLost, Unavailable
 
-TEXT_DIFFERS = "text differs"
 RETRY_PAUSE_S = 1.0  # after a failure without Retry-After, to limit the load on a failing system
 _JITTER = 0.5  # random part of a pause: requests refused together must not be retried together
 

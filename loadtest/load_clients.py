@@ -15,13 +15,11 @@ import urllib3
 
 from loadtest.credentials import ClientCredentials
 from loadtest.sse import events
-from loadtest.workload import Case
+from loadtest.workload import GRPC, HTTP, Case
 from outrider.client.sync import Client, Finished, Tokens
 from outrider.protocol.errors import KINDS, Expired, OutriderError, Overloaded, PeerLost, Unauthenticated, Unavailable
 from outrider.security.api_keys import bearer
 
-GRPC, HTTP = "grpc", "http"
-PROTOCOLS = (GRPC, HTTP)
 DONE = "[DONE]"
 NONE = ClientCredentials()
 _CONNECT_S = 10.0

@@ -22,13 +22,12 @@ from locust.runners import MasterRunner, WorkerRunner
 from loadtest.assignment import Assignment, describe_fleet, prepare_assignment
 from loadtest.attempt import Attempt
 from loadtest.credentials import ClientCredentials
-from loadtest.load_clients import GRPC, HTTP
 from loadtest.options import add_arguments
 from loadtest.report.record import Recorder
 from loadtest.report.summary import LoadRun, Summary, summarise
 from loadtest.settings import Load, LoadTarget, check_writable
 from loadtest.shapes import ShapeSchedule, parts
-from loadtest.workload import Case, cases, pick
+from loadtest.workload import GRPC, HTTP, Case, cases, pick
 from outrider.protocol.errors import OutriderError
 
 grpc.experimental.gevent.init_gevent()

@@ -15,6 +15,9 @@ from loadtest.prompts import KINDS, PROMPTS, LoadPrompt
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
 
+GRPC, HTTP = "grpc", "http"
+PROTOCOLS = (GRPC, HTTP)
+TEXT_DIFFERS = "text differs"  # the failure of a request whose output is not the reference
 _SHOWN = 60
 _MAX_WEIGHT = 1000.0
 

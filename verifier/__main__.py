@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from outrider.base.config import main
+from outrider.base.config import check_installed, main
 from outrider.settings.verifier import VerifierSettings
 
 
 def run(settings: VerifierSettings) -> None:
+    check_installed("torch", "models")
     from verifier import startup  # here: it loads torch, and wrong flags are told before
 
     startup.run(settings)

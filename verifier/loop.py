@@ -137,7 +137,9 @@ class VerificationLoop:
                     session.hidden_states.begin(session.num_cached_tokens)
             batch, wait_s = self._batching.schedule(self._admission.running.values(), time.monotonic())
             if not batch:
-                await self._wait(wait_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._wake.wait()
                 continue
             started = time.monotonic()
             try:
@@ -165,11 +167,6 @@ class VerificationLoop:
         self.drain()  # a session that is opened now would never be computed
         for session in self._admission.sessions():
             self.close(session, PeerLost(f"the target failed: {error}"))
-
-    async def _wait(self, seconds: float | None) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
 
     def _commit(self, batch: Sequence[ScheduledSession], step: VerifyStep, started: float) -> None:
         """Record a step, commit its tokens and send its verdicts."""

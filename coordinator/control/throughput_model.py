@@ -226,9 +226,7 @@ def candidate_plans(
                 yield SpeculationPlan(gamma, width)
     # One block is drafted while the one before is checked.
     gamma = min(MAX_GAMMA, 2 * gamma_max) if gamma_ahead is None else gamma_ahead
-    for width in branches:
-        if width not in (1, BRANCHES_AHEAD) and len(branches) > 1:
-            continue
+    for width in (each for each in branches if each in (1, BRANCHES_AHEAD) or len(branches) == 1):
         for budget in BUDGETS_AHEAD:
             for awaited in (0, *AWAITED_AHEAD):
                 if gamma_max and awaited <= min(budget, gamma) and (budget <= gamma or budget == BUDGETS_AHEAD[0]):

@@ -52,14 +52,11 @@ class PublishedDrafter:
             self.projection = projection
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
-        return self._rows.draft([self._with_readable_states(request) for request in requests])
+        readable = [replace(it, hidden_states=tuple(filter(self._is_readable, it.hidden_states))) for it in requests]
+        return self._rows.draft(readable)
 
     def forget(self, session: str) -> None:
         self._rows.forget(session)
-
-    def _with_readable_states(self, request: DraftRequest) -> DraftRequest:
-        readable = tuple(filter(self._is_readable, request.hidden_states))
-        return request if len(readable) == len(request.hidden_states) else replace(request, hidden_states=readable)
 
     def _is_readable(self, states: HiddenStates) -> bool:
         own = (states.number > 0) == (self._projected or states.float8)  # final states have number 0 as float16

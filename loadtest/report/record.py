@@ -9,9 +9,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loadtest.attempt import Attempt
+if TYPE_CHECKING:  # it needs urllib3, which not every installation has
+    from loadtest.attempt import Attempt
 
 _STEP = math.log(1.02)
 _MIN_MS = 0.01

@@ -12,11 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from loadtest.attempt import TEXT_DIFFERS
-from loadtest.load_clients import PROTOCOLS
 from loadtest.prompts import KINDS
 from loadtest.report.record import Histogram, Recorder, RequestGroup, RequestTally, merge_all
 from loadtest.shapes import ShapeSpan
+from loadtest.workload import PROTOCOLS, TEXT_DIFFERS
 
 NO_REQUESTS = "no request completed"
 RECOVERED = 0.5  # required fraction of the throughput before a peak; low, since small machines are noisy

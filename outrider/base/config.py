@@ -6,6 +6,7 @@ OUTRIDER_THE_FLAG, its description the help text, its constraints the validation
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import sys
@@ -191,6 +192,12 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
     return entry
 
 
+def check_installed(package: str, extra: str) -> None:
+    """Raise StartupError where an extra is missing: `pip install outrider` alone brings what a coordinator needs."""
+    if importlib.util.find_spec(package) is None:
+        raise StartupError(f"{package} is not installed: pip install 'outrider[{extra}]'")
+
+
 def option(flag: str, text: str, **more: Any) -> Any:
     """Return an option with its environment variable, as --max-tokens has OUTRIDER_MAX_TOKENS; envvar=None: none."""
     names = [flag, *more.pop("short", [])]
@@ -220,11 +227,9 @@ def flags(settings: Settings) -> list[str]:
     """Return the settings that differ from the defaults as flags, without secrets: all users can read command lines."""
     line: list[str] = []
     for name, value in settings.model_dump(exclude_defaults=True).items():
-        if isinstance(value, SecretStr):
-            continue
         if isinstance(value, bool):
             line.append(_flag(name) if value else f"--no-{_flag(name)[2:]}")
-        else:
+        elif not isinstance(value, SecretStr):
             line += [_flag(name), str(value)]
     return line
 

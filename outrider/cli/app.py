@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from outrider.base.config import check_installed
 from outrider.cli import doctor, talk, train, tune, up
 from outrider.models.hub import fetch_default
 from outrider.protocol.errors import OutriderError, PeerLost
@@ -58,6 +59,7 @@ def serve(
 @app.command(context_settings=_PASSED_ON, add_help_option=False)
 def drafters(context: typer.Context) -> None:
     """Examine published drafters: `outrider drafters inspect DIR --target ...` tells the format and the fit."""
+    check_installed("torch", "models")
     os.execv(sys.executable, [sys.executable, "-P", "-m", "drafter.published", *context.args])  # noqa: S606
 
 
@@ -79,11 +81,8 @@ def main() -> None:
     """Run the `outrider` command."""
     try:
         app(prog_name="outrider")
-    except OutriderError as error:
+    except (OutriderError, OSError, ValueError) as error:
+        # OSError: such as a file that cannot be used. ValueError: such as a number that no message can hold.
         hint = "\nIs a coordinator running there? `outrider up` starts one. One with TLS needs --tls-ca."
-        hint = hint if isinstance(error, PeerLost) else ""
-        typer.echo(f"outrider: {error.message}{hint}", err=True)
-        sys.exit(1)
-    except (OSError, ValueError) as error:  # such as a file that cannot be used, or a number that no message can hold
-        typer.echo(f"outrider: {error}", err=True)
+        typer.echo(f"outrider: {error}{hint if isinstance(error, PeerLost) else ''}", err=True)
         sys.exit(1)

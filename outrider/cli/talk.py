@@ -107,15 +107,13 @@ def chat(
         while (line := _read_line()) is not None:
             if line == "/reset":
                 history = list(opening)
-                continue
-            if not line:
-                continue
-            history.append(("user", line))
-            try:
-                history.append(("assistant", _stream(client, request | {"chat": history}, colour=show_guesses)))
-            except OutriderError as error:  # the conversation goes on without this line
-                history.pop()
-                typer.echo(f"outrider: {error.message}", err=True)
+            elif line:
+                history.append(("user", line))
+                try:
+                    history.append(("assistant", _stream(client, request | {"chat": history}, colour=show_guesses)))
+                except OutriderError as error:  # the conversation goes on without this line
+                    history.pop()
+                    typer.echo(f"outrider: {error.message}", err=True)
 
 
 def _read_line() -> str | None:

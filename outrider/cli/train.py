@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Argument, Context
 
-from outrider.base.config import option
+from outrider.base.config import check_installed, option
 from outrider.cli.options import fields_from
 from outrider.models.drafter_choice import SERVED_AS
 from outrider.models.hub import DEFAULT
@@ -51,6 +51,7 @@ def train(
     The target answers a list of prompts once; its texts and hidden states are kept for later trainings. Held-out
     prompts measure the acceptance. Repeat the command to continue an interrupted run.
     """
+    check_installed("torch", "models")
     from outrider.train.run import TrainingOrder, train  # torch and transformers: seconds
 
     command = shlex.join(["outrider", *sys.argv[1:]])

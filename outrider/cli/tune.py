@@ -9,7 +9,7 @@ from typing import Annotated
 from rich.console import Console
 from rich.table import Table
 
-from outrider.base.config import home, option
+from outrider.base.config import check_installed, home, option
 
 _PAYS = 1.05
 
@@ -29,6 +29,7 @@ def tune(
 
     The table shows the acceptance, and the speed on one machine relative to plain decoding by the measured cost curve.
     """
+    check_installed("torch", "models")
     from outrider.train import data  # torch and transformers: seconds
     from outrider.train.tune import tune
 

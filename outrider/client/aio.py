@@ -98,9 +98,8 @@ class AsyncClient:
             try:
                 with outrider_errors():
                     while (reply := await call.read()) is not grpc.aio.EOF:  # `async for` keeps an open call in a cycle
-                        if (received := progress.take(reply)) is None:
-                            continue
-                        yield received
+                        if (received := progress.take(reply)) is not None:
+                            yield received
                         if isinstance(received, Finished):
                             return
                 raise PeerLost("the stream ended before the output was complete")

@@ -96,9 +96,8 @@ class Client:
             try:
                 with outrider_errors():
                     for reply in call:
-                        if (received := progress.take(reply)) is None:
-                            continue
-                        yield received
+                        if (received := progress.take(reply)) is not None:
+                            yield received
                         if isinstance(received, Finished):
                             return
                 raise PeerLost("the stream ended before the output was complete")

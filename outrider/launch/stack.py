@@ -38,7 +38,7 @@ _REFUSED = "not registered: "
 _FIT_S = 30.0  # that a refused worker has when all others are there: a coordinator may still forget earlier ones
 _STOP_S = 5.0  # after the drain
 _RESTART_S, _MAX_RESTART_S = 1.0, 30.0  # between two starts of a service that dies again and again
-_LAST_LINES = 12
+_LAST_BYTES = 1_200  # of a log: the cause is at its end, and longer errors lose theirs
 _LOG_BYTES = 64 << 20  # of a service; as much again is kept of what it wrote before
 
 
@@ -209,8 +209,8 @@ class Stack:
 
     def _raise_for_dead(self) -> None:
         for child in self._dead():
-            lines = child.log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-            raise StartupError("\n".join([f"{child.name} ended {_way_of(child.process)}:", *lines]))
+            said = child.log.read_bytes()[-_LAST_BYTES:].decode(errors="ignore").strip()
+            raise StartupError(f"{child.name} ended {_way_of(child.process)}:\n{said}")
 
     def _dead(self) -> list[Child]:
         return [child for child in self.children if child.process is not None and child.process.poll() is not None]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.base.atomic_files import atomic_write, room_for
-from outrider.base.config import home
+from outrider.base.config import check_installed, home
 from outrider.models import GGUF, INDEX, INDEX_VERSION
 from outrider.protocol.errors import StartupError
 
@@ -112,6 +112,7 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
     """Return the folder of a GGUF file; make it unless it is there for the same content."""
     if _is_current(folder):
         return folder  # no lock: the folder may be read-only
+    check_installed("gguf", "models")
     with _scratch(folder) as scratch:
         if _is_current(folder):
             return folder

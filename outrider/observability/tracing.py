@@ -120,8 +120,7 @@ class _Exported(Tracing):
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             message = "--otlp-endpoint needs OpenTelemetry, which is not installed: pip install 'outrider[tracing]'"
-            limit = "empty without OpenTelemetry"
-            raise StartupError(message, field="otlp_endpoint", value=endpoint, limit=limit) from error
+            raise StartupError(message, field="otlp_endpoint", value=endpoint) from error
         named = {"service.name": f"outrider-{service}", "service.namespace": "outrider"}
         resource = Resource.create(named | {"service.version": version("outrider")})
         # `close` shuts down: at exit OpenTelemetry would wait half a minute for an unreachable collector.

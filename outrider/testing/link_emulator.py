@@ -190,9 +190,7 @@ class _Pipe:
 
     def reset(self) -> None:
         """Send RST to both ends that are still open."""
-        for writer in self._writers:
-            if writer.transport.is_closing():
-                continue
+        for writer in (each for each in self._writers if not each.transport.is_closing()):
             with contextlib.suppress(OSError):
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
             writer.transport.abort()

@@ -72,8 +72,7 @@ class HiddenStateBuffer:
     def add(self, end: int, states: Mapping[int, torch.Tensor], new: Sequence[int] = ()) -> None:
         """Add states that end before position `end`; `new` tokens are about to be committed."""
         for spec in self.specs:
-            rows = states.get(spec.number)
-            if rows is None:
+            if (rows := states.get(spec.number)) is None:
                 continue
             if self.blocks is not None:
                 self.blocks.keep(spec, end - len(rows), rows, new)

@@ -91,9 +91,7 @@ def ask_earlier(verifier: Steered | None, drafters: Iterable[Reader], states: Se
     """Ask the verifier for the next pieces, on behalf of the drafters that draft."""
     for drafter in drafters:
         number = states.numbers.get(drafter.spec) if drafter.plan.gamma else None
-        if verifier is None or number is None:
-            continue
-        if (asked := drafter.earlier.request(number)) is not None:
+        if verifier is not None and number is not None and (asked := drafter.earlier.request(number)) is not None:
             verifier.steer(VerifySteering(earlier_states=asked))
 
 

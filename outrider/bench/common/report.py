@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.protocol.errors import InvalidRequest, StartupError
+from outrider.base.config import check_installed
+from outrider.protocol.errors import InvalidRequest
 
 Row = dict[str, Any]
 ENGINES = ("auto", "native", "cuda", "transformers", "vllm", "mock")
@@ -84,11 +84,6 @@ def import_on_use(package: str, extra: str, module: str) -> Any:
     """Import a module on use, so that other commands start without its dependencies."""
     check_installed(package, extra)
     return importlib.import_module(module)
-
-
-def check_installed(package: str, extra: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise StartupError(f"{package} is not installed: pip install 'outrider[{extra}]'")
 
 
 def _processor() -> str:

@@ -22,9 +22,7 @@ BEYOND = 1024  # guesses reach past the end of the context by less than this
 def fix_rotations(model: PreTrainedModel, context: int) -> int:
     """Make each token's rotation depend on its own position only. Return the length up to which nothing changes."""
     limit = context
-    for module in list(model.modules()):
-        if not _is_rotary(module):
-            continue
+    for module in filter(_is_rotary, list(model.modules())):
         length = min((_steady_length(module, kind, context + BEYOND) for kind in _kinds(module)), default=context)
         if length < context + BEYOND:
             limit = min(limit, length)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -102,6 +104,53 @@ def test_the_command_line_starts_without_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "generate" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "script", "arguments"),
+    [
+        ("torch", "models", "from runpy import run_module; run_module('verifier', run_name='__main__')", ""),
+        ("torch", "models", "from runpy import run_module; run_module('drafter', run_name='__main__')", "--kind model"),
+        ("torch", "models", "from outrider.cli import main; main()", "train eagle --out trained"),
+        ("torch", "models", "from outrider.cli import main; main()", "tune"),
+        ("torch", "models", "from outrider.cli import main; main()", "drafters inspect published"),
+        ("gguf", "models", "from outrider.cli import main; main()", "models fetch"),
+        ("locust", "loadtest", "from runpy import run_module; run_module('loadtest', run_name='__main__')", ""),
+    ],
+)
+def test_without_an_extra_a_command_names_it(
+    package: str, extra: str, script: str, arguments: str, tmp_path: Path
+) -> None:
+    """A plain `pip install` has none of them. A traceback of an import does not tell which one is needed."""
+    without = "import sys; sys.modules |= dict.fromkeys(['torch', 'gguf', 'locust', 'urllib3'])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{without}; {script}", *arguments.split()],
+        env=os.environ | {"OUTRIDER_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert f"{package} is not installed: pip install 'outrider[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "unfit"),
+    [
+        ("gguf", "0.17.0"),  # imports sentencepiece, which 0.10 does not require and Python 3.13 has no wheel of
+        ("prometheus-client", "0.22.1"),  # has no name for the content type of Prometheus' text format
+        ("typer", "0.18.0"),  # knows no settings of fixed values; before 0.16 fails at --help with today's Click
+    ],
+)
+def test_versions_that_do_not_work_are_not_admitted(package: str, unfit: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = (project["dependencies"], *project["optional-dependencies"].values())
+    needed = [made for made in map(Requirement, itertools.chain(*lists)) if made.name == package]
+    assert needed
+    assert not any(made.specifier.contains(unfit) for made in needed)
 
 
 @pytest.mark.parametrize("imported", ["typing_extensions", "typer", "pydantic"])

@@ -233,6 +233,20 @@ def test_the_output_of_a_process_that_ended_is_closed(tmp_path: Path) -> None:
     until(lambda: output.closed, 5, "its output to be closed")
 
 
+def test_the_last_line_of_a_service_that_fails_is_told_however_long_those_before_are(tmp_path: Path) -> None:
+    """A traceback ends with the cause. The lines of its frames can fill an error alone."""
+    running = Stack(PLAN, "", tmp_path)
+    code = "raise SystemExit('│ frame\\n' * 9 + '│ frame' * 300 + '\\nImportError: the cause')"
+    running.children.append(child := Child("a", [sys.executable, "-c", code], tmp_path / "a.log", {}))
+    running._launch(child)
+    assert child.process is not None
+    child.process.wait(timeout=30)
+    with pytest.raises(StartupError) as failed:
+        running._raise_for_dead()
+    assert failed.value.message.startswith("a ended with status 1:\n")
+    assert failed.value.message.endswith("│ frame\nImportError: the cause")
+
+
 def test_a_stage_that_is_not_utf_8_is_no_obstacle(tmp_path: Path) -> None:
     """Such as the path of a model from a machine with another locale."""
     output = b"progress: loading /models/gr\xfcn\nprogress: ready at 127.0.0.1:5\n"
