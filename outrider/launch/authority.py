@@ -13,6 +13,8 @@ from outrider.protocol.errors import StartupError
 
 _DAYS = "3650"
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+_AUTHORITY = ("-days", _DAYS, "-subj", "/CN=outrider up", "-addext", "keyUsage=critical,keyCertSign,cRLSign")
+_KEY_IDS = "subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"  # Python 3.13 wants these, and keyUsage
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
@@ -27,16 +29,14 @@ def make_certificate(folder: Path, host: str) -> tuple[Path, Path, Path]:
         scratch = Path(name)
         if not (ca.exists() and ca_key.exists()):
             made, made_key = scratch / ca.name, scratch / ca_key.name
-            _openssl(
-                "req", "-x509", *_NEW_KEY, "-days", _DAYS, "-subj", "/CN=outrider up", "-keyout", made_key, "-out", made
-            )
+            _openssl("req", "-x509", *_NEW_KEY, *_AUTHORITY, "-keyout", made_key, "-out", made)
             made_key.rename(ca_key)
             made.rename(ca)
         wanted, extensions, serial = (scratch / name for name in ("wanted", "extensions", "serial"))
         hosts = dict.fromkeys(["localhost", socket.gethostname(), socket.getfqdn(), "127.0.0.1", "::1", host])
         named = [one for one in hosts if one not in ANY_HOST and _HOST.fullmatch(one.replace(":", "."))]
         names = ",".join(f"{'IP' if address(one) else 'DNS'}:{one}" for one in named)
-        extensions.write_text(f"subjectAltName={names}\nextendedKeyUsage=serverAuth,clientAuth\n")
+        extensions.write_text(f"subjectAltName={names}\nextendedKeyUsage=serverAuth,clientAuth\n{_KEY_IDS}")
         _openssl("req", *_NEW_KEY, "-subj", "/CN=outrider", "-keyout", key, "-out", wanted)
         signing = ("-CA", ca, "-CAkey", ca_key, "-CAserial", serial, "-CAcreateserial", "-days", _DAYS)
         _openssl("x509", "-req", "-in", wanted, *signing, "-extfile", extensions, "-out", cert)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
+import ssl
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,24 @@ def test_the_certificate_names_this_machine_and_the_authority_stays(tmp_path: Pa
     for secret in (key, folder / "ca.key"):
         assert secret.stat().st_mode & 0o777 == 0o600
     assert {file.name for file in folder.iterdir()} == {"ca.pem", "ca.key", "cert.pem", "cert.key"}
+
+
+@needs_openssl
+def test_strict_clients_accept_the_certificate(tmp_path: Path) -> None:
+    """Those on Python 3.13 are strict unless told otherwise: OpenAI's client, too."""
+    cert, key, ca = make_certificate(tmp_path / "tls", "localhost")
+    strict = ssl.create_default_context(cafile=ca)
+    strict.verify_flags |= ssl.VERIFY_X509_STRICT
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(cert, key)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = strict.wrap_bio(back, there, server_hostname="localhost")
+    server = serving.wrap_bio(there, back, server_side=True)
+    for end in (client, server, client):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    assert client.version() is not None
+    assert client.getpeercert()
 
 
 def test_without_openssl_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
