@@ -99,9 +99,7 @@ def locate_safetensors(name: str, progress: Progress) -> Path | str:
             if not target.is_dir():
                 progress(f"converting {found.name} to safetensors (once)")
                 importlib.import_module(_READER).convert_gguf(found, scratch / "model")
-                for file in (scratch / "model").glob("*.*"):
-                    with file.open("rb") as written:
-                        os.fsync(written.fileno())  # else a crash of the machine may leave names with nothing in them
+                _sync(scratch / "model")
                 (scratch / "model").rename(target)
                 for earlier in ("", *(f"-{version}" for version in range(2, INDEX_VERSION))):
                     shutil.rmtree(home() / "models" / f"safetensors-{digest}{earlier}", ignore_errors=True)
@@ -131,6 +129,7 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
         except Exception as error:  # the file may be anything
             message = f"{source.name} cannot be read as a GGUF file: {error}"
             raise StartupError(message, field="target", value=str(source), limit="a whole GGUF file") from error
+        _sync(scratch)
         folder.mkdir(exist_ok=True)
         (folder / "chat_template.jinja").unlink(missing_ok=True)  # this file may have none
         for path in scratch.iterdir():
@@ -140,6 +139,13 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
         with atomic_write(folder / INDEX) as path:  # at last: it says that the folder is complete
             path.write_text(json.dumps(index))
     return folder
+
+
+def _sync(folder: Path) -> None:
+    """Bring a folder's files to the disk: else a crash of the machine may leave names with nothing in them."""
+    for path in (each for each in folder.iterdir() if each.is_file() and not each.is_symlink()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _is_current(folder: Path) -> bool:
