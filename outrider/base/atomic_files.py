@@ -36,6 +36,8 @@ def room_for(path: Path) -> Iterator[None]:
     """Raise StartupError if the block fails for a full disk."""
     try:
         yield
+    except StartupError:
+        raise  # of a block within
     except Exception as error:
         codes, said = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), str(error)  # safetensors and torch only say it
         if getattr(error, "errno", 0) in codes or re.search(
@@ -55,5 +57,6 @@ def scratch_folder(prefix: str) -> Iterator[tuple[Path, int]]:
             if time.time() - os.fstat(lock.fileno()).st_mtime > 60.0:  # a newer one may not be locked yet
                 shutil.rmtree(left.parent)
     with tempfile.TemporaryDirectory(prefix=prefix) as name, Path(name, "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a file system without locks, where none removes folders either
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield Path(name), lock.fileno()

@@ -14,7 +14,7 @@ from outrider.protocol.errors import StartupError
 _DAYS = "3650"
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 _AUTHORITY = ("-days", _DAYS, "-subj", "/CN=outrider up", "-addext", "keyUsage=critical,keyCertSign,cRLSign")
-_KEY_IDS = "subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"  # Python 3.13 wants these, and keyUsage
+_KEY_IDS = "subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid,issuer\n"  # Python 3.13 wants these, and keyUsage
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 

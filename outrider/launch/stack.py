@@ -37,7 +37,7 @@ _PROGRESS = "progress: "
 _REFUSED = "not registered: "
 _FIT_S = 30.0  # that a refused worker has when all others are there: a coordinator may still forget earlier ones
 _STOP_S = 5.0  # after the drain
-_RESTART_S, _MAX_RESTART_S = 1.0, 30.0  # between two starts of a service that dies again and again
+_RESTART_S, _MAX_RESTART_S = 1.0, 15.0  # between two starts of a service that dies again and again
 _LAST_BYTES = 1_200  # of a log: the cause is at its end, and longer errors lose theirs
 _LOG_BYTES = 64 << 20  # of a service; as much again is kept of what it wrote before
 
@@ -173,10 +173,12 @@ class Stack:
         dead = [child for child in self._dead() if now >= child.restart_at]
         for child in dead:
             child.state = f"died {_way_of(child.process)}, restarting"
-            again = now < child.restart_at + 2 * _MAX_RESTART_S
+            again = now < child.restart_at + 4 * _MAX_RESTART_S
             child.pause_s = min(2 * child.pause_s, _MAX_RESTART_S) if again else _RESTART_S
             child.restart_at = now + child.pause_s
-            with contextlib.suppress(OSError):  # no memory, or a full disk: tried again after the pause
+            with contextlib.suppress(
+                OSError, RuntimeError
+            ):  # no memory or thread, or a full disk: tried again after the pause
                 self._launch(child)
         return dead
 

@@ -74,7 +74,7 @@ def state_folder(named: str, port: int) -> Iterator[StateFolder]:
 def _try_lock(folder: Path) -> int | None:
     """Return the lock's descriptor; None: another process holds it."""
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    for _ in range(round(LEAVING_S / _POLL_S)):
+    for _ in range(1 + round(LEAVING_S / _POLL_S)):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock

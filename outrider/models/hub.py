@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import importlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,10 +47,12 @@ def locate(name: str, progress: Progress) -> Path | str:
     state = path.stat()
     stamp = hashlib.sha256(f"{source} {state.st_size} {state.st_mtime_ns}".encode())
     target = home() / "models" / f"{source.stem}-{stamp.hexdigest()[:12]}"
+    made_of_it = re.compile(rf"{re.escape(source.stem)}-[0-9a-f]{{12}}")  # neither the default nor one being made
     for link in target.parent.glob(f"*/{GGUF}"):
-        if link.parent != target and link.is_symlink() and link.readlink() == source:  # the file has changed since
-            for earlier in (link.parent, *target.parent.glob(f"safetensors-*/{link.parent.name}")):
-                shutil.rmtree(earlier, ignore_errors=True)
+        name = link.parent.name
+        if name != target.name and made_of_it.fullmatch(name) and link.is_symlink() and link.readlink() == source:
+            for earlier in (link.parent, *target.parent.glob(f"safetensors-*/{glob.escape(name)}")):
+                shutil.rmtree(earlier, ignore_errors=True)  # the file has changed since
     return _indexed(target, lambda _: source, progress)
 
 

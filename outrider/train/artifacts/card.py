@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
@@ -73,7 +74,7 @@ def save(folder: Path, card: Card, weights: Mapping[str, torch.Tensor], name: st
 def locate(name: str, method: str) -> Path:
     """Return the folder of a trained drafter; `default` and the empty name select the bundled one."""
     if name not in ("", "default"):
-        return Path(name).expanduser()
+        return Path(os.path.expanduser(name))
     bundled = Path(str(files("outrider.bundled")))
     folders = (path.parent for path in sorted(bundled.glob(f"*/{CARD}")))
     folder = next((each for each in folders if read_card(each).method == method), None)
@@ -85,7 +86,7 @@ def locate(name: str, method: str) -> Path:
 
 def is_trained(name: str) -> bool:
     """Return whether a folder holds a trained drafter."""
-    return (Path(name).expanduser() / CARD).is_file()
+    return Path(os.path.expanduser(name), CARD).is_file()
 
 
 def load(folder: Path, method: str) -> tuple[Card, dict[str, torch.Tensor]]:

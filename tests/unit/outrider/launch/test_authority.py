@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import socket
 import ssl
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,30 @@ def test_strict_clients_accept_the_certificate(tmp_path: Path) -> None:
             end.do_handshake()
     assert client.version() is not None
     assert client.getpeercert()
+
+
+@needs_openssl
+def test_an_authority_without_a_key_identifier_still_signs(tmp_path: Path) -> None:
+    """The openssl command gives it one only where its configuration says so."""
+    folder, config = tmp_path / "tls", tmp_path / "openssl.cnf"
+    folder.mkdir()
+    config.write_text("[req]\ndistinguished_name=dn\n[dn]\n")
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-subj",
+        "/CN=old",
+    ]
+    files = ["-keyout", str(folder / "ca.key"), "-out", str(folder / "ca.pem")]
+    subprocess.run([*command, "-config", str(config), *files], check=True, capture_output=True)
+    cert, key, ca = make_certificate(folder, "localhost")
+    assert "localhost" in certified_names(str(cert), str(key), str(ca))
 
 
 def test_without_openssl_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

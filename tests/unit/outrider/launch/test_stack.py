@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -311,7 +312,7 @@ def test_a_service_that_dies_again_and_again_is_started_ever_more_rarely(
         child.process.wait()
         started += [now] * len(running.restart_dead())
         now += 1
-    assert started == [5, 6, 8, 12, 20, 36, 66, 96]
+    assert started == [5, 6, 8, 12, 20, 35, 50, 65, 80, 95, 110]
     now += 90
     child.process.wait()
     assert running.restart_dead(), "it has run for a minute"
@@ -336,6 +337,23 @@ def test_a_restart_for_which_there_is_no_memory_is_tried_again(tmp_path: Path) -
     until(running.restart_dead, 10, "another try")
     assert child.process is not first
     child.process.wait()
+
+
+def test_a_restart_for_which_there_is_no_thread_ends_no_other_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = Stack(replace(PLAN, port=0), "", tmp_path)
+    running.children.append(child := Child("a", [sys.executable, "-c", ""], tmp_path / "a.log", {}))
+    running._launch(child)
+    assert child.process is not None
+    child.process.wait()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert running.restart_dead() == [child]
+    child.process.communicate()  # nobody else reads it
 
 
 def test_a_service_that_dies_after_its_folder_was_cleaned_away_is_started_again(tmp_path: Path) -> None:

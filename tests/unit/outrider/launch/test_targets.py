@@ -11,6 +11,7 @@ from outrider.launch.services import check_services
 from outrider.launch.stack import LaunchPlan, coordinators, workers
 from outrider.launch.targets import TargetPlan, plan_targets, planned
 from outrider.protocol.errors import StartupError
+from outrider.train.artifacts.card import is_trained, locate
 
 DEFAULT_DRAFTER = (("suffix", ""),)
 
@@ -86,6 +87,8 @@ def test_the_home_of_no_user_is_a_path_that_does_not_exist() -> None:
     for target, drafter in ((home, "suffix"), ("a=x", f"model:{home}"), ("a=x", f"a={home}"), (f"a={home}", "auto")):
         with pytest.raises(StartupError, match=home):
             check_services(workers(LaunchPlan(**planned([target, "b=y"], [drafter], 1, "auto")), []))
+    assert not is_trained(home)
+    assert locate(home, "eagle") == Path(home)
 
 
 def test_two_targets_of_one_name_or_model_are_refused() -> None:

@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
-from outrider.models import GGUF, INDEX
+from outrider.models import GGUF, INDEX, gguf
 from outrider.models.hub import check_digest, locate, locate_safetensors
 from outrider.protocol.errors import StartupError
 from tests.gguf_files import Shape, write_gguf
@@ -154,6 +155,27 @@ def test_what_was_made_of_a_file_goes_when_it_has_changed(tmp_path: Path, monkey
         kept[2:] = [Path(locate_safetensors(str(path), print)), Path(locate(str(path), print))]
     found = {each.parent for each in (tmp_path / "home").rglob("config.json")}
     assert found == set(kept)
+
+
+def test_a_folder_that_another_process_is_making_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two verifiers start with one new file: the second one removed what the first one was writing."""
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    path = write_gguf(tmp_path / "random.gguf", Shape(layers=1), lambda _: "Q8_0")
+    other = threading.Thread(target=locate, args=(str(path), print))
+
+    index = gguf.index_gguf
+
+    def slowly(source: Path, folder: Path) -> dict[str, Any]:
+        if not other.ident:
+            other.start()
+            other.join(0.5)  # it waits for the lock
+            assert (folder / GGUF).exists()
+        return index(source, folder)
+
+    monkeypatch.setattr(gguf, "index_gguf", slowly)
+    folder = Path(locate(str(path), print))
+    other.join()
+    assert (folder / INDEX).is_file()
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["a closed port", "a server that hangs up"])
