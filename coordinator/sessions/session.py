@@ -74,7 +74,8 @@ class Session:
         self._task: asyncio.Task[None] | None = None
         self._refused = 0  # by full verifiers
         prefix = PromptPrefix(request.prompt, request.cache_salt, request.params.max_tokens + _EXTRA_TOKENS)
-        self._verifiers = VerifierChooser(context.worker_pool, context.worker_wait_s, target.identity, prefix)
+        known = (target.identity, prefix, target.info.eos_token_ids)
+        self._verifiers = VerifierChooser(context.worker_pool, context.worker_wait_s, *known)
         self.drafting = Drafting(record, target.info, context.drafting, self.stats)
         self.output.append(record.tokens, record.kinds, record.logprobs)
         if record.finished:

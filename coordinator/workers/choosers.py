@@ -39,11 +39,19 @@ class NoVerifier(Unavailable):
 class VerifierChooser:
     """Choice of verifiers for one session: those of its target, none that rejected it or sent invalid replies."""
 
-    def __init__(self, worker_pool: WorkerPool, wait_s: float, target: str, prompt: PromptPrefix | None = None) -> None:
-        """Set how long to wait for a verifier; `target` is the identity of the session's."""
+    def __init__(
+        self,
+        worker_pool: WorkerPool,
+        wait_s: float,
+        target: str,
+        prompt: PromptPrefix | None = None,
+        ends: tuple[int, ...] | None = None,
+    ) -> None:
+        """Set how long to wait for a verifier; `target` is the identity of the session's, with its end tokens."""
         self.prompt = prompt or PromptPrefix(())
         self._worker_pool = worker_pool
         self._target = target
+        self._ends = ends
         self._wait_s = wait_s
         self._excluded: set[str] = set()
 
@@ -84,8 +92,10 @@ class VerifierChooser:
 
     def _fits(self, connection: WorkerConnection) -> bool:
         """Return whether a verifier may continue the session: after the last of its target, others may have come."""
-        identity = self._worker_pool.compatibility.identity(connection.info.model)
-        return identity == self._target and connection.info.worker_id not in self._excluded
+        model = connection.info.model
+        same = self._worker_pool.compatibility.identity(model) == self._target
+        ends_alike = self._ends in (None, model.eos_token_ids)
+        return same and ends_alike and connection.info.worker_id not in self._excluded
 
 
 class DrafterChooser:

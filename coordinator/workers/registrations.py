@@ -25,6 +25,7 @@ log = structlog.get_logger(__name__)
 LOST_AFTER_HEARTBEATS = 5
 SILENT_AFTER_HEARTBEATS = 2.5  # then another worker may take its address, as after a restart
 MAX_WORKERS = 1024  # of a role
+_MAX_FETCHES = 16  # at once, of tokenizers of 128 MiB at most
 _AGAIN_MS = 500
 _ANSWERING = 12  # times as long a worker is kept that answers probes
 
@@ -115,6 +116,8 @@ class Registrations:
             self._adding = {worker_id: task for worker_id, task in self._adding.items() if not task.done()}
         self._left = {worker_id: at for worker_id, at in self._left.items() if at >= asked}
         recorded = {info.worker_id for info in known}
+        for gone in self._adding.keys() - recorded if self._down_at != asked else ():
+            self._adding[gone].cancel()
         self._ignored = {worker_id: why for worker_id, why in self._ignored.items() if worker_id in recorded}
         await self._forget_silent(recorded)
         await self._workers.close_unused()
@@ -156,7 +159,11 @@ class Registrations:
                 connection.seen_at = time.monotonic()
                 return connection
         # One verifier of a new target fetches its tokenizer, for up to a minute; only others of it wait.
-        async with self._fetching.setdefault(compatibility.identity(info.model), asyncio.Lock()):
+        identity = compatibility.identity(info.model)
+        if identity not in self._fetching and len(self._fetching) >= _MAX_FETCHES:
+            busy = f"the tokenizers of {_MAX_FETCHES} targets are being fetched"
+            raise Overloaded(busy, field="worker.model", limit=_MAX_FETCHES, retry_after_ms=_AGAIN_MS)
+        async with self._fetching.setdefault(identity, asyncio.Lock()):
             if compatibility.check(info):
                 return await self._add(info, await compatibility.fetch(info))
         return await self._add(info)

@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 FETCH_TIMEOUT_S = 60.0
 MAX_TOKENIZER_BYTES = 128 * 1024 * 1024  # the largest known are around 40 MB
 _CHUNK_COST = 1024  # counted per chunk, so that empty chunks are limited too
+_READING = ThreadPoolExecutor(2, "tokenizers")  # requests have others, which no verifier's tokenizers hold up
 _WORD_START = "▁"  # a space in vocabularies with a Metaspace decoder
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
@@ -139,7 +141,7 @@ async def fetch_target(info: ModelInfo, identity: str, verifier: rpc.VerifierAsy
             write_file(folder, chunk.name, chunk.data, append=chunk.name in seen)
             seen.add(chunk.name)
         try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+            tokenizer = await asyncio.get_running_loop().run_in_executor(_READING, load_tokenizer, folder)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # untrusted files: anything, and panics are no Exception

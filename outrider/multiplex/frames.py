@@ -20,7 +20,7 @@ MAX_BATCH_BYTES = 64 * 1024
 _FRAME_BYTES = 48  # of a frame besides its content, at most
 PING_S = 0.05  # between two pings, at least
 _PATIENCE_S = 0.02  # with a pong
-_RISE, _RISES_TO_S = 1.02, 0.5  # of the fastest time with each pong: a connection's round trip may change
+_RISE, _RISES_TO_S = 1.02, 0.15  # of the fastest time with each pong: a connection's round trip may change
 
 
 class FrameQueue:

@@ -7,6 +7,7 @@ grammars that do not compile. No torch: masks are numpy arrays.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -14,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -295,24 +295,25 @@ def _definition(grammar: Grammar) -> str:
     if any(float(number) <= LOWEST for number in _NEGATIVE.findall(text)) or grammar.lark.lstrip()[:1] == "{":
         raise ValueError(f"numbers must be above {LOWEST:g}, and lark no list of grammars in JSON, which may hide one")
     for found in _SCHEMAS.finditer(grammar.text):
-        for number in _constants(json.JSONDecoder().raw_decode(grammar.text, found.end())[0]):
-            if number > -LOWEST or number != float(number):
-                raise ValueError(
-                    f"const and enum need a string for what would be written rounded to a double: {number}"
-                )
+        with contextlib.suppress(json.JSONDecodeError):  # a comment or text of lark; of others the compiler tells
+            for number in _constants(json.JSONDecoder().raw_decode(grammar.text, found.end())[0]):
+                if number > -LOWEST or number != float(number):
+                    what = f"what would be written rounded to a double: {number}"
+                    raise ValueError(f"const and enum need a string for {what}")
     if grammar.lark:
         return LLMatcher.grammar_from_lark(grammar.lark)
     return LLMatcher.grammar_from_json_schema(grammar.json_schema or '{"type": "object"}', defaults=WHITESPACE)
 
 
-def _constants(schema: Any, *, named: bool = False, inside: bool = False) -> Iterator[int]:
-    """Yield the integers that a schema has as constants or within them; keys of `named` parts are no keywords."""
-    parts = schema.items() if isinstance(schema, dict) else zip(repeat(""), schema) if isinstance(schema, list) else ()
-    for name, part in parts:
-        constant = inside or (name in CONSTANTS and not named)
-        yield from _constants(part, named=name in NAMED and not named, inside=constant)
-    if inside and isinstance(schema, int):
-        yield schema
+def _constants(schema: Any) -> Iterator[int]:
+    """Yield the integers that a schema has as constants or within them."""
+    left = [(schema, False, False)]  # with: its keys are names and no keywords, it is within a constant
+    while left:
+        part, named, inside = left.pop()
+        if inside and isinstance(part, int):
+            yield part
+        pairs = part.items() if isinstance(part, dict) else (("", it) for it in part) if isinstance(part, list) else ()
+        left += [(it, name in NAMED and not named, inside or (name in CONSTANTS and not named)) for name, it in pairs]
 
 
 def _on_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:

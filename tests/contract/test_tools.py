@@ -15,7 +15,9 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessage
 
 from coordinator.api.http import replies
+from coordinator.api.http.agents import response_events
 from coordinator.api.http.agents.bodies import ChatBody
+from coordinator.api.http.agents.response_bodies import ResponsesBody
 from outrider.protocol.errors import InvalidRequest
 from tests.contract.conftest import House, slowed
 
@@ -140,6 +142,29 @@ async def test_without_a_choice_no_tool_is_called(api: AsyncOpenAI) -> None:
     plain = await api.chat.completions.create(**body)
     none = await api.chat.completions.create(**body, tools=TOOLS, tool_choice="none")
     assert none.choices == plain.choices
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_input_of_a_response_is_not_kept_as_long_as_its_answer_takes(
+    api: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    kept: list[int] = []
+
+    def look(*_: Any) -> dict[str, Any]:
+        gc.collect()
+        found = [
+            one for one in gc.get_objects() if isinstance(one, ChatBody | ResponsesBody) and one.cache_salt == "mine"
+        ]
+        kept.append(sum(len(one.input if isinstance(one, ResponsesBody) else one.messages) for one in found))
+        return {}
+
+    monkeypatch.setattr(response_events, "metrics", look)  # at the end of the answer
+    made = await api.responses.create(
+        input="a" * 1_000, max_output_tokens=2, stream=stream, extra_body={"cache_salt": "mine"}
+    )
+    if stream:
+        assert [event async for event in made]
+    assert kept == [0]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -107,8 +106,8 @@ class Api:
         return await self._generate(request, await read_body(request, ChatBody), plan_chat)
 
     async def respond(self, request: Request) -> Response:
-        body = await read_body(request, ResponsesBody)
-        return await self._generate(request, body.chat, partial(plan_response, body))
+        bodies = [await read_body(request, ResponsesBody)]  # not kept as long as the answer takes
+        return await self._generate(request, bodies[0].chat, lambda *given: plan_response(bodies.pop(), *given))
 
     async def complete(self, request: Request) -> Response:
         return await self._generate(request, await read_body(request, CompletionBody), plan_completion)

@@ -35,6 +35,10 @@ async def test_a_session_does_not_move_to_another_target() -> None:
     assert VerifierChooser(pool, 0.0, NOW.text_id).available() is not None
     same = await pool.workers.put(WorkerInfo("old", Role.VERIFIER, "127.0.0.1:2", BEFORE))
     assert session.available() is same
+    mended = replace(BEFORE, eos_token_ids=(2, 7))
+    await pool.workers.put(WorkerInfo("mended", Role.VERIFIER, "127.0.0.1:3", mended))
+    assert VerifierChooser(pool, 0.0, BEFORE.text_id, ends=(2,)).available() is None
+    assert VerifierChooser(pool, 0.0, BEFORE.text_id, ends=(2, 7)).available() is not None
     await pool.workers.close()
 
 

@@ -15,7 +15,7 @@ from outrider.protocol.errors import ModelMismatch
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 
 NOTHING: Any = None
-FIRST = WorkerInfo("first", Role.VERIFIER, "127.0.0.1:1", ModelInfo("m", "f", eos_token_ids=(2,)))
+FIRST = WorkerInfo("first", Role.VERIFIER, "127.0.0.1:1", ModelInfo("m", "f", text_digest="t", eos_token_ids=(2,)))
 MENDED = replace(FIRST, worker_id="mended", model=replace(FIRST.model, eos_token_ids=(2, 7)))
 
 
@@ -29,6 +29,6 @@ def test_other_end_tokens_are_another_target() -> None:
     present.append(FIRST)
     assert not checks.check(replace(FIRST, worker_id="second"))
     with pytest.raises(ModelMismatch, match=r"eos_token_ids is \(2, 7\), must be \(2,\)"):
-        checks.check(MENDED)
+        checks.check(replace(MENDED, model=replace(MENDED.model, dtype="bfloat16")))
     present.clear()
     assert checks.check(MENDED)

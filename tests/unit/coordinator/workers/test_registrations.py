@@ -249,6 +249,51 @@ async def test_verifiers_of_a_new_target_that_come_together_send_its_tokenizer_o
     assert {target.info.name for target in prompt.worker_pool.targets} == {"a", "b"}
 
 
+async def test_tokenizers_that_are_fetched_at_once_are_bounded(
+    prompt: Registrations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a verifier's key, streams of ever new models filled /tmp and held up the requests' threads."""
+
+    async def fetch(*_: object) -> Target:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    monkeypatch.setattr(compatibility, "fetch_target", fetch)
+    infos = [verifier(f"v{i}", f"127.0.0.1:{i}", f"m{i}") for i in range(1, module._MAX_FETCHES + 2)]
+    fetching = [asyncio.create_task(prompt.admit(info)) for info in infos[:-1]]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="being fetched"):
+        await prompt.admit(infos[-1])
+    await cancel_all(fetching)
+
+
+async def test_a_recorded_worker_that_has_gone_is_not_added_after_its_fetch(
+    store: SlowStore, prompt: Registrations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = asyncio.Event()
+
+    async def fetch(info: ModelInfo, *_: object) -> Target:
+        await answer.wait()
+        return target_of(info)
+
+    monkeypatch.setattr(compatibility, "fetch_target", fetch)
+    monkeypatch.setattr(prompt, "_heartbeat_s", 0.01)
+    gone = verifier("gone", "127.0.0.1:1", "m")
+    store.records[gone.worker_id] = gone
+    await prompt.synchronise()
+    store.up = False
+    await prompt.synchronise()
+    assert prompt._adding, "Redis tells nothing of it"
+    store.up = True
+    del store.records[gone.worker_id]
+    await prompt.synchronise()
+    answer.set()
+    await prompt.synchronise()
+    assert not prompt._adding
+    assert not prompt.worker_pool.connections()
+    assert prompt.worker_pool.targets.first is None
+
+
 async def test_a_verifier_that_comes_back_with_other_end_tokens_has_a_new_target(
     prompt: Registrations, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,12 +82,13 @@ async def test_a_connection_that_gets_slower_makes_no_peer_late_for_ever(clock: 
     assert not late[-1]
 
 
-async def test_a_peer_that_reads_late_for_long_is_not_taken_for_a_slow_connection(clock: Clock) -> None:
+@pytest.mark.parametrize("late_s", [0.4, 2.0])
+async def test_a_peer_that_reads_late_for_long_is_not_taken_for_a_slow_connection(clock: Clock, late_s: float) -> None:
     ours, theirs = await connected(clock)
     for _ in range(1000):
         clock.now += PING_S
         asked = await sent(ours)
-        clock.now += 2.0
+        clock.now += late_s
         assert ours.is_behind
         theirs.take_marks(asked)
         ours.take_marks(await sent(theirs))
