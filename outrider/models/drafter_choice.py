@@ -48,7 +48,9 @@ def choose_drafter(text: str, target: str) -> tuple[str, str]:
             raise StartupError(f"drafter is {text}: there is nothing at {model}", field="drafter", value=text)
         return kind, model
     folder = drafter_folder(text)
-    if ("/" not in text or text[0] in "./~") and text not in (DEFAULT, DEFAULT_NAME) and not (text and folder.exists()):
+    if text.startswith((".", "/", "~")) and not folder.exists():
+        raise StartupError(f"there is no model at {text}", field="drafter", value=text)
+    if "/" not in text and text not in (DEFAULT, DEFAULT_NAME) and not (text and folder.exists()):
         raise StartupError.of("drafter", text, "a kind as in --help, KIND:MODEL, an existing path or owner/name")
     try:
         method = json.loads((folder / CARD).read_text())["method"]
