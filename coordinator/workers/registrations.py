@@ -161,8 +161,7 @@ class Registrations:
         # One verifier of a new target fetches its tokenizer, for up to a minute; only others of it wait.
         identity = compatibility.identity(info.model)
         if identity not in self._fetching and len(self._fetching) >= _MAX_FETCHES:
-            busy = f"the tokenizers of {_MAX_FETCHES} targets are being fetched"
-            raise Overloaded(busy, field="worker.model", limit=_MAX_FETCHES, retry_after_ms=_AGAIN_MS)
+            raise Overloaded.of("worker.model", info.model.name, f"one of at most {_MAX_FETCHES} being fetched")
         async with self._fetching.setdefault(identity, asyncio.Lock()):
             if compatibility.check(info):
                 return await self._add(info, await compatibility.fetch(info))

@@ -119,4 +119,5 @@ class WorkerPool:
     def _has_spare(self, silent: WorkerConnection) -> bool:
         role, model = silent.info.role, silent.info.model
         alike = self.verifiers(self.compatibility.identity(model)) if role is Role.VERIFIER else self.workers.of(role)
-        return any(each is not silent and self.usable(each) and not each.is_silent for each in alike)
+        others = (each for each in alike if each is not silent and self.usable(each) and not each.is_silent)
+        return any(role is Role.DRAFTER or each.info.model.eos_token_ids == model.eos_token_ids for each in others)

@@ -173,12 +173,10 @@ class Stack:
         dead = [child for child in self._dead() if now >= child.restart_at]
         for child in dead:
             child.state = f"died {_way_of(child.process)}, restarting"
-            again = now < child.restart_at + 4 * _MAX_RESTART_S
+            again = now < child.restart_at - child.pause_s + 4 * _MAX_RESTART_S
             child.pause_s = min(2 * child.pause_s, _MAX_RESTART_S) if again else _RESTART_S
             child.restart_at = now + child.pause_s
-            with contextlib.suppress(
-                OSError, RuntimeError
-            ):  # no memory or thread, or a full disk: tried again after the pause
+            with contextlib.suppress(OSError, RuntimeError):  # no memory, thread or room: again after the pause
                 self._launch(child)
         return dead
 
@@ -239,7 +237,11 @@ class Stack:
                 start_new_session=True,  # Ctrl-C reaches only this process, which stops them in order
                 preexec_fn=ending_with_parent(),
             )
-        threading.Thread(target=self._listen, args=(child, child.process), daemon=True).start()
+        try:
+            threading.Thread(target=self._listen, args=(child, child.process), daemon=True).start()
+        except RuntimeError:
+            child.process.kill()  # unread, it would never be ready
+            raise
 
     def _listen(self, child: Child, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

@@ -40,7 +40,7 @@ def check_drafter(drafter: ModelInfo, targets: Iterable[Target]) -> None:
 def target_mismatch(known: Target, info: WorkerInfo) -> ModelMismatch:
     """Return the error of a verifier whose target has the name of another one."""
     ours, theirs = known.info, info.model
-    for key in "eos_token_ids", "architecture", "vocab_size", "vocabulary_digest", "dtype", "parameters", "fingerprint":
+    for key in "architecture", "vocab_size", "vocabulary_digest", "eos_token_ids", "dtype", "parameters", "fingerprint":
         if (mine := getattr(ours, key)) != (other := getattr(theirs, key)):
             return ModelMismatch(
                 f"verifier {info.worker_id} serves {theirs.name}, the others {ours.name}; first difference: "

@@ -109,19 +109,11 @@ def _show(console: Console, passes: PassTimes, served: ServedTimes, summary: dic
     where = f"{passes.engine} on {passes.device}, {passes.threads} threads"
     console.print(f"\n[bold]{passes.name}[/bold], weights in {passes.weights}, {where}", highlight=False)
     console.print("\nA step of one session by new tokens: best ms (median ms)", highlight=False)
-    console.print(_curve("new tokens", passes.verification, _best))
+    console.print(_curve("new tokens", passes.verification, lambda _, times: f"{times.best:.1f} ({times.median:.1f})"))
     console.print("A plain step of several sessions: tokens/s in total (best ms)", highlight=False)
-    console.print(_curve("sessions", passes.batch, _rate))
+    console.print(_curve("sessions", passes.batch, lambda n, times: f"{1000 * n / times.best:.0f} ({times.best:.1f})"))
     console.print("Summary", highlight=False)
     console.print(_summary_table(passes, served, summary))
-
-
-def _best(_: int, times: Times) -> str:
-    return f"{times.best:.1f} ({times.median:.1f})"
-
-
-def _rate(sessions: int, times: Times) -> str:
-    return f"{1000 * sessions / times.best:.0f} ({times.best:.1f})"
 
 
 def _curve(name: str, measured: Mapping[tuple[int, int], Times], cell: Callable[[int, Times], str]) -> Table:

@@ -59,7 +59,8 @@ class ResponseReplies:
     """Formatter of the reply to one request, whole and in events."""
 
     def __init__(self, body: ResponsesBody, target: Target, model: str, manner: Manner) -> None:
-        self._body = body.model_copy(update={"input": "", "chat": None})  # which may be megabytes each
+        unread = {"input": "", "chat": None, "text": None, "tools": None}  # each may be megabytes
+        self._body = body.model_copy(update=unread)
         self._given = body.model_dump(include={"text", "tool_choice", "tools"}, exclude_none=True, by_alias=True)
         self._model = model
         self._reader = AnswerReader(body.chat, target, manner)

@@ -146,6 +146,14 @@ async def test_a_session_without_a_verifier_has_lost_none(stage: Stage) -> None:
     assert stage.manager.metrics.registry.get_sample_value("outrider_failovers_total", {"model_name": "m"}) == 0
 
 
+async def test_a_session_opens_no_verifier_whose_target_has_other_end_tokens(stage: Stage) -> None:
+    for verifier in stage.manager.worker_pool.connections():
+        verifier.info = replace(verifier.info, model=replace(TARGET.info, eos_token_ids=(2, 7)))
+    session = await stage.play(SessionRecord("s", REQUEST, model="f"))
+    assert isinstance(session.error, NoVerifier)
+    assert not stage.visited, "for which it would be shunned by all"
+
+
 async def test_a_full_verifier_ends_only_what_has_not_begun(stage: Stage) -> None:
     full = Overloaded("full", retry_after_ms=1)
     session = await stage.play(SessionRecord("s", REQUEST, model="f"), full, full)

@@ -30,5 +30,8 @@ def test_other_end_tokens_are_another_target() -> None:
     assert not checks.check(replace(FIRST, worker_id="second"))
     with pytest.raises(ModelMismatch, match=r"eos_token_ids is \(2, 7\), must be \(2,\)"):
         checks.check(replace(MENDED, model=replace(MENDED.model, dtype="bfloat16")))
+    other = replace(MENDED.model, architecture="qwen3", vocab_size=151_936, text_digest="", fingerprint="g")
+    with pytest.raises(ModelMismatch, match="first difference: architecture"):
+        checks.check(replace(MENDED, model=other))
     present.clear()
     assert checks.check(MENDED)

@@ -313,7 +313,7 @@ def test_a_service_that_dies_again_and_again_is_started_ever_more_rarely(
         started += [now] * len(running.restart_dead())
         now += 1
     assert started == [5, 6, 8, 12, 20, 35, 50, 65, 80, 95, 110]
-    now += 90
+    now += 50
     child.process.wait()
     assert running.restart_dead(), "it has run for a minute"
     assert child.pause_s == 1
@@ -352,8 +352,15 @@ def test_a_restart_for_which_there_is_no_thread_ends_no_other_service(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(child, "command", [sys.executable, "-c", "import time; time.sleep(60)"])
     assert running.restart_dead() == [child]
-    child.process.communicate()  # nobody else reads it
+    unheard = child.process
+    unheard.communicate(timeout=10)
+    monkeypatch.undo()
+    until(running.restart_dead, 10, "another try")
+    assert child.process is not unheard
+    child.process.kill()
+    child.process.wait()
 
 
 def test_a_service_that_dies_after_its_folder_was_cleaned_away_is_started_again(tmp_path: Path) -> None:
