@@ -28,6 +28,7 @@ _ONLY_V2 = ["test_dspark_accept_length.py"]
 _IGNORED = {"v1": _ONLY_V2, "v2": _WITHOUT_RUNNER}
 collect_ignore_glob = _IGNORED[RUNNER] if find_spec("vllm") else ["test_*.py"]
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # shapes, not 1,024: their 60 MB look like a leak
 if RUNNER == "v2":
     os.environ["TRITON_INTERPRET"] = "1"
     driver = types.SimpleNamespace(is_active=lambda: True)
