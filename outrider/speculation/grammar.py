@@ -166,7 +166,7 @@ class GrammarMatcher:
         mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
         if np.count_nonzero(mask) == 1:
             mask = np.arange(len(mask)) == self._compiler.spell(int(mask.argmax()), self._matcher)
-        if self._matcher.is_accepting() and not self._ignore_eos:
+        if not self._ignore_eos and (not self._compiler.written_ends or self._matcher.is_accepting()):
             return mask
         further = mask.copy()
         further[self._ends if self._ignore_eos else self._compiler.written_ends] = False

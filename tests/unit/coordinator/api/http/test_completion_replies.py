@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 
 from coordinator.api.http.agents import prompt_logprobs
 from coordinator.api.http.bodies import CompletionBody
@@ -38,6 +38,13 @@ def target() -> Target:
     info: Any = SimpleNamespace(name="toy", fingerprint="fp", eos_token_ids=(tokenizer.eos_token_id,))
     nothing: Any = None
     return Target(info, tokenizer, Vocabulary.of(tokenizer), nothing)
+
+
+def target_that_composes(target: Target) -> Target:
+    """Return the target with a tokenizer that composes characters, as Qwen's does."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    return replace(target, tokenizer=tokenizer, vocabulary=Vocabulary.of(tokenizer))
 
 
 def session(target: Target, prompt: tuple[int, ...], tokens: Sequence[int], stops: Sequence[str] = ()) -> Session:
@@ -181,12 +188,8 @@ async def test_a_character_after_a_stray_byte_begins_after_it(target: Target) ->
 async def test_offsets_of_an_answer_fit_the_echo_of_a_text_that_the_tokenizer_changes(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as Qwen's, which composes characters: whole answers and streams told different ones."""
-    from tokenizers import normalizers
-
-    tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-    composing = replace(target, tokenizer=tokenizer, vocabulary=Vocabulary.of(tokenizer))
+    """Whole answers and streams told different ones."""
+    composing = target_that_composes(target)
     prompt = "Cafe\N{COMBINING ACUTE ACCENT}"
     body = CompletionBody.model_validate({"prompt": [prompt, "Two"], "echo": True, "logprobs": 0})
     (text, offsets), _ = await replied(composing, body, await prompts_of(composing, body, monkeypatch))
@@ -198,11 +201,7 @@ async def test_texts_of_the_same_tokens_have_offsets_of_their_own(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a text and its composed form: the offsets of the first one were those of the second one."""
-    from tokenizers import normalizers
-
-    tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-    composing = replace(target, tokenizer=tokenizer, vocabulary=Vocabulary.of(tokenizer))
+    composing = target_that_composes(target)
     body = CompletionBody.model_validate({"prompt": ["e\N{COMBINING ACUTE ACCENT}", "é"], "echo": True, "logprobs": 0})
     told = await replied(composing, body, await prompts_of(composing, body, monkeypatch))
     for (text, offsets), prompt in zip(told, body.prompts, strict=True):
