@@ -119,6 +119,8 @@ def _as_stored(model: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name}.weight", weight
         elif name.endswith("shared_expert_gate.weight"):
             yield name, weight[0]
+        elif model.config.model_type == "gpt2" and weight.ndim == 2 and ".h." in name:
+            yield name, weight.T  # kept by inputs there
         else:
             yield name, weight + 1 if from_one and name.endswith("norm.weight") else weight
 

@@ -36,9 +36,9 @@ _TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _IN_PLACE = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "BF16")]
 # What transformers does not read for all architectures: a field, and its place in a configuration.
 _SIZES = {"expert_feed_forward_length": "moe_intermediate_size", "attention.layer_norm_epsilon": "norm_eps"}
-_SIZES |= {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_SIZES |= {"expert_shared_feed_forward_length": "shared_expert_intermediate_size", "context_length": "n_positions"}
 _SIZES |= {"attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping"}
-_SIZES |= {"final_logit_softcapping": "final_logit_softcapping"}
+_SIZES |= {"final_logit_softcapping": "final_logit_softcapping", "attention.key_length": "head_dim"}
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's formats without blocks
 _LAYER = re.compile(r"([^.]+\.)*?\d+(?=\.)")  # of a weight's name, up to its number
 # Saved by earlier releases of transformers, and scales of a quantised KV cache: they change no logits.
@@ -47,7 +47,7 @@ _BUFFER = re.compile(
 )
 _LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"}  # in safetensors
 _ARCHITECTURES = {"llama", "qwen2", "qwen3", "gemma2", "gemma3"}  # their weights are found without transformers
-_TURN_ENDS = {"llama": ("<|eot_id|>", "<|eom_id|>"), "phi3": ("<|end|>",), "gemma2": ("<end_of_turn>",)}
+_TURN_ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"}  # ends for llama.cpp, too
 # By kind of `tokenizer.ggml.pre`: what cuts a text into words, one rule after the other, as llama.cpp has them.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+%s|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -111,19 +111,21 @@ def convert_gguf(folder: Path, into: Path) -> None:
 def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
     """Put the configuration and the tokenizer of a GGUF file into its folder. Return the places of its tensors."""
     with _read_once(source) as reader:
+        architecture = reader.fields["general.architecture"].contents()
+        if architecture in ("gemma4", "gpt-oss"):  # of whose configurations transformers reads a part
+            raise StartupError.of("general.architecture", architecture, "another: load the model's safetensors instead")
         config = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF)
         tokenizer = _tokenizer_of(folder, reader)
     save_tokenizer(tokenizer, folder)
-    architecture = reader.fields["general.architecture"].contents()
     for name, attribute in _SIZES.items():
-        if hasattr(config, attribute) and (field := reader.fields.get(f"{architecture}.{name}")) is not None:
+        if attribute in vars(config) and (field := reader.fields.get(f"{architecture}.{name}")) is not None:
             setattr(config, attribute, field.contents() or None)
     add_positions(config, reader)
     model = empty_model(config)
     if architecture in {*_ARCHITECTURES, "phi3", "starcoder2", "stablelm", "nemotron"}:
         _check_tensors({it.name for it in reader.tensors}, architecture, model)
     ends = [reader.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    turns = {number for token, number in tokenizer.get_vocab().items() if token in _TURN_ENDS.get(architecture, ())}
+    turns = {number for token, number in tokenizer.get_vocab().items() if token in _TURN_ENDS}
     model.generation_config.eos_token_id = sorted({end.contents() for end in ends if end is not None} | turns) or None
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -145,7 +147,7 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
     spaced = "add_space_prefix" not in fields or fields["add_space_prefix"].contents()
     if in_bytes:
         made = _byte_level(found, fields, kind)
-        made.normalizer = normalizers.NFC() if is_qwen and architecture.startswith("qwen") else None
+        made.normalizer = normalizers.NFC() if architecture[:4] == "qwen" and (is_qwen or kind == "qwen35") else None
         add_bos = add_bos if "add_bos_token" in fields else kind in _WHOLE_WORDS  # as llama.cpp does
     elif isinstance(made.pre_tokenizer, pre_tokenizers.Metaspace) and not spaced:
         made.pre_tokenizer.prepend_scheme = "never"  # and the decoder strips no space
@@ -300,9 +302,8 @@ def load_in_place(
     model: PreTrainedModel = type(empty).from_pretrained(None, **loading)
     if (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    for name, weight in model.named_parameters():
-        if name in stay:
-            weight.quantized = rows[name]
+    for name in stay:
+        model.get_parameter(name).quantized = rows[name]
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)) and (quantized := quantized_rows(module)):
             _dequantize_while_running(module, quantized, dequantize)

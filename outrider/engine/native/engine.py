@@ -322,6 +322,5 @@ def _address(referenced: list[Any], tensor: torch.Tensor | None) -> int | None:
     """Return a tensor's address, and keep the tensor alive in `referenced`."""
     if tensor is None:
         return None
-    tensor = tensor.contiguous()
-    referenced.append(tensor)
-    return tensor.data_ptr()
+    referenced.append(tensor.contiguous())
+    return int(referenced[-1].data_ptr())

@@ -381,6 +381,8 @@ STATED_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forwar
             {"attention.sliding_window": 20} | CAPS,
             {"sliding_window": 20, "head_dim": 16, "rms_norm_eps": 1e-5, "tie_word_embeddings": True} | CAPS,
         ),
+        ("qwen3", {"attention.key_length": 32, "rope.dimension_count": 32}, {"head_dim": 32, "rms_norm_eps": 1e-5}),
+        ("gpt2", {"context_length": 2048}, {}),
         ("qwen3_moe", STATED_EXPERTS, EXPERTS | {"moe_intermediate_size": 40, "head_dim": 16, "norm_topk_prob": True}),
         (
             "qwen2_moe",
@@ -390,7 +392,7 @@ STATED_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forwar
     ],
     ids=[
         *("starcoder2", "stablelm", "phi3", "phi3 as of Phi-4", "phi3 without a word of a window", "half of each head"),
-        *("three quarters of it", "nemotron", "caps of gemma2", "qwen3_moe", "qwen2_moe"),
+        *("three quarters of it", "nemotron", "caps of gemma2", "qwen3", "gpt2", "qwen3_moe", "qwen2_moe"),
     ],
 )
 def test_positions_and_sizes_are_those_of_the_model(
@@ -510,6 +512,14 @@ def test_words_are_cut_as_the_file_says_whatever_the_architecture(pre: str, tmp_
             locate(str(scaled_file(tmp_path, "qwen2", pre=pre)), print)
 
 
+def test_letters_are_composed_for_qwen3_5(tmp_path: Path) -> None:
+    """As its own tokenizer does. Transformers reads the splits alone."""
+    sizes = {"full_attention_interval": 2, "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2}
+    more: Any = {"ssm.time_step_rank": 2, "ssm.inner_size": 16, "rope.dimension_sections": [2, 1, 1, 0]}
+    for tokenizer in tokenizers_of(scaled_file(tmp_path, "qwen35", pre="qwen35", fields=sizes | more), tmp_path):
+        assert tokenizer.encode("u\u0308ber") == tokenizer.encode("über")
+
+
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "stablelm2"])
 def test_texts_split_alike_where_transformers_knows_no_kinds(
     pre: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -617,6 +627,13 @@ def test_words_that_are_not_known_are_refused_by_name(tmp_path: Path) -> None:
         locate(str(scaled_file(tmp_path, pre="viking")), print)
 
 
+@pytest.mark.parametrize("architecture", ["gemma4", "gpt-oss"])
+def test_an_architecture_that_transformers_reads_in_part_is_refused_by_name(architecture: str, tmp_path: Path) -> None:
+    """It was told by an error of transformers, about an attribute or an array."""
+    with pytest.raises(StartupError, match=rf"general\.architecture is {architecture}, .*safetensors instead"):
+        locate(str(write_gguf(tmp_path / "other.gguf", SMALL, lambda _: "Q8_0", architecture)), print)
+
+
 def test_a_model_without_rotary_positions_is_indexed(tmp_path: Path) -> None:
     assert Path(locate(str(write_gguf(tmp_path / "gpt2.gguf", SMALL, lambda _: "Q8_0", "gpt2")), print)).is_dir()
 
@@ -694,12 +711,19 @@ def test_the_end_of_a_turn_ends_a_text(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("architecture", "ends"),
-    [("llama", ["<|eot_id|>", "<|eom_id|>"]), ("gemma2", ["<end_of_turn>"]), ("qwen2", [])],
+    [
+        ("llama", ["<|eot_id|>", "<|eom_id|>"]),
+        ("llama", ["<|im_end|>"]),
+        ("gemma2", ["<end_of_turn>"]),
+        ("gemma3", ["<end_of_turn>"]),
+        ("qwen2", ["<|im_end|>"]),
+        ("qwen2", []),
+    ],
 )
 def test_a_turn_ends_a_text_even_if_the_file_does_not_name_its_end(
     architecture: str, ends: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of Llama 3.1 name no <|eom_id|>, the first ones of Phi-3 and Gemma 2 no end of a turn: chats went on."""
+    """Those of Llama 3.1 name no <|eom_id|>, many of Phi-3, Gemma 2 and Gemma 3 no end of a turn: chats went on."""
     monkeypatch.setattr(gguf_files, "EOS", "<|endoftext|>")
     path = write_gguf(tmp_path / "ends.gguf", SMALL, lambda _: "F16", architecture, pre="qwen2", added=ends)
     config = GenerationConfig.from_pretrained(locate(str(path), print))

@@ -24,6 +24,7 @@ END = 256  # of the tokenizer
         (None, {"eos_token_id": 9}, (9, END)),
         (None, {"eos_token_id": 50256}, (END,)),  # GPT-2's own, in a small vocabulary
         (None, {"eos_token_id": None}, (END,)),
+        ({"eos_token_id": [-1, 7]}, {}, (7, END)),  # no number of a token: it cannot be sent to a coordinator
     ],
 )
 def test_texts_end_where_transformers_ends_them(
