@@ -373,8 +373,8 @@ STATED_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forwar
         ("phi3", {"rope.dimension_count": 12}, rotated_in_part(0.75) | {"rms_norm_eps": 1e-5}),
         (
             "nemotron",
-            {"rope.dimension_count": 4, "attention.layer_norm_epsilon": 1e-2},
-            rotated_in_part(0.25) | {"norm_eps": 1e-2},
+            {"rope.dimension_count": 8, "attention.key_length": 32, "attention.layer_norm_epsilon": 1e-2},
+            rotated_in_part(0.25) | {"norm_eps": 1e-2, "head_dim": 32},
         ),
         (
             "gemma2",
@@ -477,6 +477,19 @@ def test_digits_are_apart_where_the_merges_were_learned_so(
     for tokenizer in tokenizers_of(scaled_file(tmp_path, architecture, pre=pre), tmp_path):
         found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a\n\n12. b")
         assert [piece for piece, _ in found] == pieces
+
+
+@pytest.mark.parametrize(("architecture", "rule"), [("llama", "gpt-2"), ("qwen2", "qwen2")])
+def test_words_are_cut_by_the_usual_rule_where_a_file_names_none(
+    architecture: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As files of early 2024, of which some have no types of tokens either."""
+    wanted = tokenizers_of(scaled_file(tmp_path, pre=rule), tmp_path)[0].backend_tokenizer.pre_tokenizer
+    for left_out in ("add_tokenizer_pre", "add_token_types"):
+        monkeypatch.setattr(gguf.GGUFWriter, left_out, lambda writer, _: None)
+    for tokenizer in tokenizers_of(scaled_file(tmp_path, architecture), tmp_path):
+        found, text = tokenizer.backend_tokenizer.pre_tokenizer, "It's 123\n\n x"
+        assert found.pre_tokenize_str(text) == wanted.pre_tokenize_str(text)
 
 
 @pytest.mark.parametrize(
@@ -582,6 +595,19 @@ def test_a_space_is_put_first_unless_the_file_says_no(
         assert tokenizer.encode("ab", add_special_tokens=False) == ids
         assert tokenizer.decode([4, 1]) == ("ab" if stated is not False else " ab")
         assert max(tokenizer.get_vocab().values()) < SMALL.vocab, "without <s> and </s>, which this file has not"
+
+
+def test_the_end_token_is_added_where_the_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    describe = gguf.GGUFWriter.add_eos_token_id
+    end = SMALL.vocab - 1
+    for added in (False, True):
+        path = tmp_path / f"{added}.gguf"
+        with monkeypatch.context() as patch:
+            stated = lambda writer, it: (describe(writer, it), writer.add_add_eos_token(added))  # noqa: B023, E731
+            patch.setattr(gguf.GGUFWriter, "add_eos_token_id", stated)
+            write_gguf(path, SMALL, lambda _: "Q8_0")
+        for tokenizer in tokenizers_of(path, tmp_path):
+            assert (tokenizer.encode("a")[-1] == end) == added
 
 
 def with_template(path: Path, template: Any, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -143,6 +143,14 @@ def test_a_conversion_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
         written.clear()
 
 
+def test_converted_weights_can_be_read_by_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As whom services may run. Safetensors keeps what it writes from them."""
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    path = write_gguf(tmp_path / "random.gguf", Shape(layers=1), lambda _: "Q8_0")
+    found = list(Path(locate_safetensors(str(path), print)).glob("*.safetensors"))
+    assert [each.stat().st_mode & 0o044 for each in found] == [0o044]
+
+
 def test_what_was_made_of_a_file_goes_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are in float32: each version of a file left gigabytes."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
