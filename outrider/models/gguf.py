@@ -102,6 +102,7 @@ def convert_gguf(folder: Path, into: Path) -> None:
     check_complete(folder.name, model, found)
     if hasattr(model, "hf_quantizer"):  # transformers refuses to save a model that was loaded as quantised
         del model.hf_quantizer, model.config.quantization_config
+    model.generation_config = GenerationConfig.from_pretrained(folder)  # with all end tokens
     model.save_pretrained(into)
     for weights in into.glob("*.safetensors"):
         weights.chmod(0o644)  # services may run as other users

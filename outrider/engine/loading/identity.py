@@ -50,9 +50,8 @@ def describe(
 ) -> ModelInfo:
     """Return what a worker publishes; `samples` stand for weights that are not loaded, as on torch's device `meta`."""
     samples = samples or [WeightSample.of(key, weight) for key, weight in model.state_dict(keep_vars=True).items()]
-    config = model.config.get_text_config()
     dtype = str(samples[0].values.dtype).removeprefix("torch.") if quantization == "none" else quantization
-    context = getattr(config, "max_position_embeddings", None)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return ModelInfo(
         name=name,
         fingerprint=fingerprint(model, vocabulary, samples, quantization),

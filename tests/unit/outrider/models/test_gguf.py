@@ -730,9 +730,10 @@ def test_the_end_of_a_turn_ends_a_text(tmp_path: Path, monkeypatch: pytest.Monke
         writer.add_eom_token_id(number - 2)
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_eos_token_id", with_turns)
-    loaded = load_model(str(write_gguf(tmp_path / "turns.gguf", Shape(), lambda _: "Q4_K")), options())
-    end = Shape().vocab - 1
-    assert loaded.engine.info.eos_token_ids == (end - 2, end - 1, end)
+    path, end = write_gguf(tmp_path / "turns.gguf", Shape(), lambda _: "Q4_K"), Shape().vocab - 1
+    for engine in ("native", "transformers"):  # which reads what was converted
+        loaded = load_model(str(path), options(engine=engine))
+        assert loaded.engine.info.eos_token_ids == (end - 2, end - 1, end)
 
 
 @pytest.mark.parametrize(
