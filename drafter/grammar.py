@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -93,12 +94,11 @@ class TargetGrammars:
 
     def _load(self, digest: str, eos_ids: tuple[int, ...]) -> GrammarCompiler | None:
         """Return the grammars of a tokenizer that is available locally; nothing is downloaded."""
-        from transformers import AutoTokenizer  # here: half a second, for sessions with a grammar alone
-
+        # Here: half a second, for sessions with a grammar alone. Not by `from`, as in outrider.models.tokenizer.
+        auto = import_module("transformers").AutoTokenizer
         for name in self._names:
             try:
-                path = str(_local_path(name))
-                tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+                tokenizer = auto.from_pretrained(_local_path(name), trust_remote_code=False, local_files_only=True)
                 if Vocabulary.of(tokenizer).digest == digest:
                     return GrammarCompiler(partial(tokenizer_json, tokenizer), eos_ids)
             except Exception as error:  # the library may raise anything for files that it cannot read

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from outrider.protocol.errors import InvalidRequest
 
@@ -33,11 +34,10 @@ def write_file(into: Path, name: str, data: bytes, *, append: bool) -> None:
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder as it was saved: its class may make another one from the settings beside it."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # here: it takes half a second
-
-    kind: Any = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
-    tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(folder, trust_remote_code=False)
-    return tokenizer
+    # Here: it takes half a second. By `from`, a second thread gets what transformers replaces at its import's end.
+    transformers = import_module("transformers")
+    kind = transformers.PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else transformers.AutoTokenizer
+    return cast("PreTrainedTokenizerBase", kind.from_pretrained(folder, trust_remote_code=False))
 
 
 def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:

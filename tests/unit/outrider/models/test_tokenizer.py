@@ -3,15 +3,63 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from transformers import LlamaTokenizer
 
 from outrider.models.tokenizer import load_tokenizer, save_tokenizer
+from outrider.protocol.vocabulary import Vocabulary
 from outrider.testing.toy_models import byte_tokenizer
 
 VOCABULARY = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab"]
+
+# In a process without transformers yet, a second thread asks for it while the first one is in the middle of its import.
+IN_THE_MIDDLE = """
+import sys, threading, time
+
+class Middle:
+    def find_spec(self, name, path, target=None):
+        if name.startswith("transformers.") and not second.ident:
+            second.start()
+            while second.is_alive() and not waits(sys._current_frames().get(second.ident)):
+                time.sleep(0.001)
+
+def waits(frame):
+    return frame is not None and "importlib._bootstrap" in frame.f_code.co_filename
+
+second, got = threading.Thread(target=lambda: got.append(work())), []
+sys.meta_path.insert(0, Middle())
+work()
+second.join()
+assert got, "the second thread failed"
+"""
+
+
+def test_two_threads_can_ask_for_a_tokenizer_first(tmp_path: Path) -> None:
+    """Two targets of a fleet that starts: one was told that its tokenizer cannot be read, and registered later."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    _ask_twice(
+        f"from outrider.models.tokenizer import load_tokenizer\nwork = lambda: load_tokenizer(Path({str(tmp_path)!r}))"
+    )
+
+
+def test_two_threads_can_ask_for_the_grammars_of_two_targets_first(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    digest = Vocabulary.of(byte_tokenizer()).digest
+    _ask_twice(
+        "from drafter.grammar import TargetGrammars\nfrom outrider.settings.drafter import DrafterSettings\n"
+        f"grammars = TargetGrammars(DrafterSettings(kind='suffix', target={str(tmp_path)!r}))\n"
+        f"work = lambda: grammars._load({digest!r}, (256,))"
+    )
+
+
+def _ask_twice(work: str) -> None:
+    code = f"from pathlib import Path\n{work}\n{IN_THE_MIDDLE}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("legacy", [True, False])
