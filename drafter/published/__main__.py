@@ -12,7 +12,7 @@ from drafter.published.module import EMBEDDINGS, HEAD
 from outrider.models.published_drafters import drafter_folder
 from outrider.protocol.errors import OutriderError
 
-app = typer.Typer(name="outrider drafters", help="Examine published drafters.", no_args_is_help=True)
+app = typer.Typer(add_completion=False, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 _SUPPLIED = {EMBEDDINGS: "input embeddings", HEAD: "head"}
 
 
@@ -66,8 +66,8 @@ def main() -> None:
     """Run the command; print errors without a traceback."""
     try:
         app(prog_name="outrider drafters")
-    except OutriderError as error:
-        typer.echo(f"outrider: {error.message}", err=True)
+    except (OutriderError, OSError) as error:  # such as a folder that cannot be written
+        typer.echo(f"outrider: {error}", err=True)
         sys.exit(1)
 
 

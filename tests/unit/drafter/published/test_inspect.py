@@ -80,6 +80,29 @@ def test_errors_have_no_traceback(
     assert capsys.readouterr().err.startswith(f"outrider: the drafter in {tmp_path} has no readable config.json: ")
 
 
+def test_a_home_that_cannot_be_written_has_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A .gguf file as the target needs a folder there."""
+    (tmp_path / "file.gguf").touch()
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "file.gguf"))
+    checkpoint, target = str(eagle3(tmp_path / "drafter")), str(tmp_path / "file.gguf")
+    monkeypatch.setattr(sys, "argv", ["drafters", "inspect", checkpoint, "--target", target])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("outrider: [Errno 20] Not a directory: ")
+
+
+@pytest.mark.parametrize("command", [["drafters"], ["drafters", "inspect"], ["serve", "coordinator"]])
+def test_short_help_works_below_groups_as_above(command: list[str]) -> None:
+    line = [sys.executable, "-c", "from outrider.cli.app import main; main()", *command, "-h"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--help" in done.stdout
+    assert "--install-completion" not in done.stdout  # which the shell would look up under another name
+
+
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
