@@ -143,7 +143,7 @@ def check_services(services: Sequence[ServiceSpec]) -> None:
             raise StartupError.of("device", device, "auto or cpu", f" for {service.name}: this machine has no GPU")
         ports = [(key, getattr(service.settings, key, 0)) for key in _PORTS]
         if ports[-1][1] > 0 and getattr(service.settings, "own_drafter", ""):
-            ports.append((_PORTS[-1], ports[-1][1] + 1))  # of the drafter in its process
+            ports.append((f"own_drafter ({_PORTS[-1]} + 1)", ports[-1][1] + 1))
         for key, port in ports:
             here = f"{service.name}.{key.replace('_', '-')}"
             if port > 0 and taken.setdefault(port, here) != here:

@@ -225,7 +225,8 @@ def test_two_services_cannot_have_one_port() -> None:
 def test_the_drafter_in_a_verifiers_process_has_the_next_port(second: int, free: bool) -> None:
     ports = ["verifier-1.metrics-port=9100", f"verifier-2.metrics-port={second}"]
     specs = make_services("verifier", [{"own_drafter": "suffix"}, {}], read_assignments(ports))
-    with contextlib.nullcontext() if free else pytest.raises(StartupError, match="9101 is the port of verifier-1"):
+    taken = r"9101 is the port of verifier-1.own-drafter \(metrics-port \+ 1\) too"
+    with contextlib.nullcontext() if free else pytest.raises(StartupError, match=taken):
         services.check_services(specs)
 
 
