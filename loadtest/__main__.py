@@ -169,7 +169,9 @@ def _end(process: subprocess.Popen[bytes], grace_s: float = 30.0) -> None:
 
 
 def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
+    lines = log.read_text(errors="replace").splitlines()
+    ends = [number for number, line in enumerate(lines) if "locust.main: Shutting down" in line]  # empty tables follow
+    return "\n".join(lines[: ends[-1] if ends else None][-LOG_LINES_SHOWN:])
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # a local variable may be a key

@@ -381,7 +381,7 @@ async def test_refusals_for_want_of_room_are_no_failures_and_tried_again(tmp_pat
     assert "Shed and failed per second" in (tmp_path / "b.html").read_text()
 
 
-async def test_a_run_against_nobody_fails(tmp_path: Path) -> None:
+async def test_a_run_against_nobody_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and not listening
         nobody = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -391,6 +391,9 @@ async def test_a_run_against_nobody_fails(tmp_path: Path) -> None:
         async with made_up(MadeUp()) as endpoint:
             assert await run(endpoint, tmp_path, http_share=1, http_endpoint=nobody) == 1
     assert "--http-share 0 disables HTTP" in (tmp_path / "locust.log").read_text()
+    shown = capsys.readouterr().out
+    assert "cannot start: " in shown
+    assert "Aggregated" not in shown, "locust's empty tables hide the reason"
 
 
 # The link.
