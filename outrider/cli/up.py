@@ -77,7 +77,7 @@ def up(
     engine: launch_options.Engine = "auto",
     threads: launch_options.Threads = 0,
     kv_tokens: Annotated[int, option("--kv-tokens", "KV cache of each verifier, tokens; 0: what fits a GPU.")] = 65_536,
-    log_level: Annotated[str, option("--log-level", "debug, info, warning or error.")] = "info",
+    log_level: launch_options.LogLevel = "info",
     api_keys: Annotated[str, option("--api-keys", "API keys of clients: with commas, or @FILE, one per line.")] = "",
     open_metrics: Annotated[bool, option("--open-metrics", "Serve HTTP /metrics without an API key.")] = False,
     fleet_key: Annotated[str, option("--fleet-key", "Secret of workers elsewhere, or @FILE. Default: new.")] = "",
@@ -201,8 +201,7 @@ def _show_both(console: Console, client: Client, max_tokens: int, plan: LaunchPl
         table.add_row(name, f"{before:.1f}", f"{after:.1f}", f"{per_step:.2f}", times, str(same))
         equal &= same
     console.print(table)
-    target = DEFAULT_NAME if plan.target == DEFAULT else plan.target
-    console.print(f"{target} with {plan.drafters[0][0]}")
+    console.print(f"{DEFAULT_NAME if plan.target == DEFAULT else plan.target} with {plan.drafters[0][0]}")
     return equal
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from outrider.base.config import option
 
@@ -26,4 +26,5 @@ Engine = Annotated[
         "mock too).",
     ),
 ]
-Threads = Annotated[int, option("--threads", "CPU threads of each worker; 0 lets torch choose.")]
+Threads = Annotated[int, option("--threads", "CPU threads of each worker; 0 lets torch choose.", min=0)]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], option("--log-level", "Of all services.")]

@@ -116,7 +116,7 @@ def _select(candidate: _Candidate) -> tuple[str, PagedEngine]:
             if any(hasattr(weight, "quantized") for weight in candidate.model.parameters()):
                 raise  # it does not read blocks
     if options.quantization != "none":
-        message = f"{options.quantization} needs engine native, which cannot run this model, device or machine"
+        message = f"{options.quantization} needs engine native (int8) or vllm (others): not named, or not usable here"
         raise StartupError(message, field="quantization", value=options.quantization, limit="none here")
     return "transformers", _transformers_engine(candidate)
 

@@ -214,6 +214,17 @@ def test_a_port_that_there_is_not_starts_nothing(plans: list[LaunchPlan], tmp_pa
     assert not plans
 
 
+@pytest.mark.parametrize(
+    "line", ["up --log-level loud", "up --threads -3", "bench engine --target missing --threads -3"]
+)
+def test_a_value_that_there_is_not_starts_nothing(plans: list[LaunchPlan], line: str) -> None:
+    """The first one ended with a traceback, before the services' settings were checked; the last one while it ran."""
+    result = CliRunner().invoke(app, line.split())
+    assert result.exit_code == 2
+    assert "Invalid value for" in result.output
+    assert not plans
+
+
 @pytest.mark.parametrize("number", ["0", "-4"])
 def test_a_demo_of_no_tokens_starts_nothing(plans: list[LaunchPlan], number: str) -> None:
     result = CliRunner().invoke(app, ["demo", "--max-tokens", number])

@@ -89,6 +89,11 @@ def test_only_auto_falls_back_to_transformers(opt: str) -> None:
         ({"engine": "native", "dtype": "float16"}, "engine", "weights in float16"),
         ({"engine": "native", "device": "cuda"}, "device", "no CUDA device is usable here"),
         ({"engine": "transformers", "quantization": "int8"}, "quantization", "needs engine native"),
+        (
+            {"quantization": "fp8"},
+            "quantization",
+            r"fp8 needs engine native \(int8\) or vllm \(others\): not named, or",
+        ),
         ({"engine": "mock"}, "engine", "runs no model"),
     ],
 )
