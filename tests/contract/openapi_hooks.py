@@ -52,7 +52,7 @@ def map_body(context: Any, body: Any) -> Any:
     if known is not None and all(body.get(name) is None for name in LIMITS):
         body[known] = FEW
     prompts = body.get("prompt")
-    if isinstance(prompts, list) and FEW < len(prompts) <= 16:
+    if isinstance(prompts, list) and FEW < len(prompts) <= 256:
         body["prompt"] = prompts[:FEW]
     return body
 

@@ -110,6 +110,21 @@ async def test_a_seed_decides_and_every_choice_has_its_own(api: AsyncOpenAI, mod
     assert texts == [choice.text for choice in three.choices]
 
 
+async def test_a_batch_of_prompts_is_as_long_as_the_limit_of_answers(api: AsyncOpenAI, model: str) -> None:
+    """lm-evaluation-harness with a batch size above 16 was refused, where 64 answers may be asked for."""
+    prompts = [f"{number}, {number + 1}, " for number in range(20)]
+    body: dict[str, Any] = {"model": model, "max_tokens": 1, "temperature": 0, "seed": 1234, "logprobs": 1}
+    found = await api.completions.create(prompt=prompts, **body, echo=True)
+    last = await api.completions.create(prompt=prompts[-1], **body)
+    assert [choice.index for choice in found.choices] == list(range(20))
+    assert [choice.text[: len(prompt)] for choice, prompt in zip(found.choices, prompts, strict=True)] == prompts
+    assert found.choices[-1].text == prompts[-1] + last.choices[0].text
+    with pytest.raises(openai.BadRequestError, match="prompt is 65 answers in all, must be at most 64"):
+        await api.completions.create(prompt=["x"] * 65, **body)
+    with pytest.raises(openai.BadRequestError, match="n is 66 answers in all, must be at most 64"):
+        await api.completions.create(prompt=["x"] * 33, **body, n=2)
+
+
 async def test_several_prompts_and_token_ids(api: AsyncOpenAI, house: House, model: str) -> None:
     ids = list(house.service.sessions.targets.named("").encode("A second prompt"))
     both = await api.completions.create(model=model, prompt=[PROMPT, "A second prompt"], max_tokens=8, temperature=0)

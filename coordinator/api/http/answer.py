@@ -56,9 +56,9 @@ async def requests_of(
     body: GenerationBody, size: int, inputs: Sequence[ClientRequest], target: Target, settings: CoordinatorSettings
 ) -> list[SessionRequest]:
     """Return a request per choice, in the order of the inputs of `size` bytes, after the same checks as over gRPC."""
-    count = body.choices * len(inputs)
-    if count > settings.max_request_sessions:
-        raise InvalidRequest.of("n", f"{count} answers in all", f"at most {settings.max_request_sessions} a request")
+    count, most = body.choices * len(inputs), settings.max_request_sessions
+    if count > most:
+        raise InvalidRequest.of("n" if body.n else "prompt", f"{count} answers in all", f"at most {most} a request")
     requests: list[SessionRequest] = []
     for request in inputs:
         ready = replace(await prepare(request, size, target, settings), drawn_seed=body.seed is None)

@@ -23,7 +23,7 @@ from outrider.protocol.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARACTERS,
 from outrider.protocol.speculation import MAX_BRANCHES, MAX_DRAFT_WAIT_US, MAX_GAMMA
 
 MAX_CHOICES = 16
-MAX_PROMPTS = 16
+MAX_PROMPTS = 256  # where `--max-request-sessions` allows as many
 _PIECE = 1 << 16
 _MAX_TOKENS = 2**31 - 1
 
