@@ -25,6 +25,7 @@ from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import Conflict, ModelMismatch, NotFound
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.settings.coordinator import CoordinatorSettings
+from outrider.testing.toy_models import make_model
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import Output as Answer
@@ -183,3 +184,17 @@ async def test_a_verifier_with_another_target_of_the_same_name_is_refused(both: 
     other = WorkerInfo("other", Role.VERIFIER, "127.0.0.1:1", replace(ours, fingerprint="another"))
     with pytest.raises(ModelMismatch, match="serves target, the others target; first difference: fingerprint"):
         pool.compatibility.check(other)
+
+
+async def test_targets_have_widths_of_their_own(loaded: LoadedModel, redis_server: Redis, tmp_path: Path) -> None:
+    narrow = load_model(str(make_model(tmp_path / "model", seed=8, hidden=32)), EngineOptions(device="cpu"))
+    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=20)
+    service = CoordinatorService(settings, redis_server.url)
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(in_process(service, settings))
+        for name, each in (("wide", loaded), ("narrow", narrow)):
+            (folder := tmp_path / name).mkdir()
+            named: Any = {"served_model_name": name, "coordinators": address}
+            await stack.enter_async_context(verifier_serving(each, folder, **named))
+        assert await soon(lambda: len(service.sessions.worker_pool.connections()) == 2, 20)
+        assert len((await answer(address, "narrow", max_tokens=3)).token_ids) == 3

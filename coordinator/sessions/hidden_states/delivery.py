@@ -47,12 +47,12 @@ class ProjectionDelivery:
             return False
         return not spec.projection or _delivery(verifier, spec) in self._delivered
 
-    def check(self, drafter: WorkerInfo) -> None:
+    def check(self, worker: WorkerInfo) -> None:
         """Raise ModelMismatch for a drafter that reads what no verifier sends."""
-        verifiers = [connection.info for connection in self._workers.of(Role.VERIFIER)]
-        obstacles = [self._obstacle(verifier, drafter) for verifier in verifiers]
+        verifiers = self._workers.of(Role.VERIFIER) if worker.role is Role.DRAFTER else ()
+        obstacles = [self._obstacle(verifier.info, worker) for verifier in verifiers]
         if obstacles and all(obstacles):
-            raise ModelMismatch(f"drafter {drafter.model.name}: {obstacles[0]}", field="state_spec")
+            raise ModelMismatch(f"drafter {worker.model.name}: {obstacles[0]}", field="state_spec")
 
     def forget(self, verifier: str, digest: str) -> None:
         """Record that a verifier does not have a projection, so that it is delivered again."""
