@@ -35,6 +35,7 @@ OPEN, CLOSE, THINK, THOUGHT = MARKS = ("<tool_call>", "</tool_call>", "<think>",
 # Calls of the history have no marks, so that those of the answer are new.
 TEMPLATE = (
     "{# <tool_call> #}{% if reasoning_effort %}<{{ reasoning_effort }}>{% endif %}"
+    "{% if verbosity %}<{{ verbosity }}>{% endif %}"
     "{% for tool in tools or [] %}{{ tool['function']['name'] }};{% endfor %}"
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'].split('</think>')[-1] }}"
     "{% for call in m['tool_calls'] %}{{ call['function'] | tojson }}{% endfor %}\n{% endfor %}"
@@ -195,37 +196,37 @@ async def test_stop_strings_cut_before_marks_are_read(
 
 
 @pytest.mark.parametrize(
-    ("effort", "thinking", "wanted"),
+    ("effort", "verbosity", "thinking", "wanted"),
     [
-        (None, {}, "[user]Weather?[assistant]<think>"),
-        ("low", {}, "<low>[user]Weather?[assistant]<think>"),
-        ("none", {}, "<none>[user]Weather?[assistant]"),
-        ("none", {"enable_thinking": True}, "<none>[user]Weather?[assistant]<think>"),
-        (None, {"enable_thinking": False}, "[user]Weather?[assistant]"),
+        (None, None, {}, "[user]Weather?[assistant]<think>"),
+        ("low", None, {}, "<low>[user]Weather?[assistant]<think>"),
+        ("none", "high", {}, "<none><high>[user]Weather?[assistant]"),
+        (None, "low", {}, "<low>[user]Weather?[assistant]<think>"),
+        ("none", None, {"enable_thinking": True}, "<none>[user]Weather?[assistant]<think>"),
+        (None, None, {"enable_thinking": False}, "[user]Weather?[assistant]"),
     ],
 )
-async def test_a_reasoning_effort_is_the_templates(
-    agent: Agent, effort: Any, thinking: dict[str, bool], wanted: str
+async def test_a_reasoning_effort_and_a_verbosity_are_the_templates(
+    agent: Agent, effort: Any, verbosity: Any, thinking: dict[str, bool], wanted: str
 ) -> None:
     """In chats, responses and for /tokenize."""
     more: dict[str, Any] = {"chat_template_kwargs": thinking} if thinking else {}
     size = len(agent.home.service.sessions.targets.named("").encode(wanted, special=False))
-    chat = await agent.api.chat.completions.create(
-        model="", messages=CHAT, max_tokens=1, **({"reasoning_effort": effort} if effort else {}), extra_body=more
-    )
+    asked = {"reasoning_effort": effort, "verbosity": verbosity}
+    chat = await agent.api.chat.completions.create(model="", messages=CHAT, max_tokens=1, extra_body={**more, **asked})
     assert chat.usage is not None
     tokens: Any = await agent.api.post(
         "/../tokenize",
-        body={"messages": CHAT, **more, "reasoning_effort": effort, "return_token_strs": True},
+        body={"messages": CHAT, **more, **asked, "return_token_strs": True},
         cast_to=object,
     )
     assert (chat.usage.prompt_tokens, tokens["count"]) == (size, size)
-    if effort and not more:
-        response = await agent.api.responses.create(
-            model="", input="Weather?", max_output_tokens=1, reasoning={"effort": effort}
-        )
-        assert response.usage is not None
-        assert response.usage.input_tokens == size
+    parts: Any = {"reasoning": {"effort": effort}, "text": {"verbosity": verbosity}}
+    response = await agent.api.responses.create(
+        model="", input="Weather?", max_output_tokens=1, **parts, extra_body=more
+    )
+    assert response.usage is not None
+    assert response.usage.input_tokens == size
     with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
         await agent.api.chat.completions.create(
             model="", messages=CHAT, extra_body={"chat_template_kwargs": {"chat_template": "x"}}

@@ -235,7 +235,6 @@ class ChatOptions(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prediction: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored: the drafters guess.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    verbosity: Literal["medium"] | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> ChatOptions:

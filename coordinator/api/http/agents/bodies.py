@@ -15,6 +15,8 @@ MAX_PARTS = 1_000
 MAX_TOOLS = 128
 _FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+TemplateVariables = dict[Literal["enable_thinking", "thinking"], bool]
 
 
 class TextPart(Body):
@@ -136,16 +138,20 @@ class ChatFields(Body):
     continue_final_message: bool = Field(
         False, description="The answer continues the last message; needs add_generation_prompt: false."
     )
-
     reasoning_effort: Effort | None = Field(None, description="For the chat template; none: it shall not ask to think.")
-    chat_template_kwargs: dict[Literal["enable_thinking", "thinking"], bool] | None = None
+    verbosity: Verbosity | None = Field(None, description="For the chat template.")
+    chat_template_kwargs: TemplateVariables | None = None
 
     @property
     def variables(self) -> dict[str, Any]:
         """Return further variables of the chat template; those that are named precede what an effort means."""
         effort, named = self.reasoning_effort, self.chat_template_kwargs or {}
-        asked = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
-        return {**asked, **{str(name): value for name, value in named.items()}}
+        asked = {
+            "verbosity": self.verbosity,
+            "reasoning_effort": effort,
+            "enable_thinking": effort and effort != "none",
+        }
+        return {str(name): value for name, value in (*asked.items(), *named.items()) if value is not None}
 
     @model_validator(mode="after")
     def _one_end_and_distinct_tools(self) -> ChatFields:

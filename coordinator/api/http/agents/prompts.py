@@ -24,7 +24,7 @@ def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner) -> Chat:
         if manner.dialect.name == "mistral":  # its templates raise errors for other ids
             named.update({key: named[key].rjust(9, "0")[-9:] for key in ("id", "tool_call_id") if key in named})
     absent: dict[str, Any] = _FIELDS if manner.all_fields else {}
-    functions = (absent | tool.function.model_dump(exclude_none=True, exclude={"strict"}) for tool in tools)
+    functions = (absent | tool.function.model_dump(exclude_none=True, exclude={"strict", "type"}) for tool in tools)
     described = [{"type": "function", "function": function} for function in functions]
     if not manner.knows_tools or not (described or manner.shows_calls):
         _put_in_words(messages, manner.dialect)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from coordinator.api.http.agents import bodies as chats
-from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, ResponseFormat, Unkept
+from coordinator.api.http.bodies import Body, GenerationBody, ResponseFormat, Unkept
 from outrider.protocol.field_limits import OTHER
 
 
@@ -132,7 +132,7 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: chats.Verbosity | None = None
 
 
 class ReasoningOptions(Body):
@@ -151,6 +151,7 @@ class ResponsesBody(GenerationBody):
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: chats.TemplateVariables | None = None
     n: Literal[1] | None = None
     response_format: None = Field(None, description="Its name is text.format here.")
     metadata: dict[str, Any] | None = Field(None, description="The answer has it, too.")
@@ -176,26 +177,23 @@ class ResponsesBody(GenerationBody):
     @cached_property
     def chat(self) -> chats.ChatBody:
         """Return the same request as a chat."""
-        given: dict[str, Any] = {name: getattr(self, name) for name in GenerationBody.model_fields}
-        given |= {"parallel_tool_calls": self.parallel_tool_calls, "max_completion_tokens": self.max_output_tokens}
+        same = (*GenerationBody.model_fields, "parallel_tool_calls", "chat_template_kwargs")
+        given: dict[str, Any] = {name: getattr(self, name) for name in same}
+        given |= {"tool_choice": self.tool_choice, "max_completion_tokens": self.max_output_tokens}
         given["reasoning_effort"] = None if self.reasoning is None else self.reasoning.effort
-        given["tool_choice"] = choice = self.tool_choice
-        if isinstance(choice, FunctionChoice):
-            given["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-        if self.tools is not None:
-            tools = [tool.model_dump(exclude={"type"}) for tool in self.tools]
-            given["tools"] = [{"type": "function", "function": tool} for tool in tools]
-        if self.text is not None and (form := self.text.format) is not None:
-            schema = None if form.schema_ is None else JsonSchema.model_construct(name="", schema_=form.schema_)
-            given["response_format"] = ResponseFormat.model_construct(type=form.type, json_schema=schema)
+        if isinstance(self.tool_choice, FunctionChoice):
+            given["tool_choice"] = chats.ToolChoice(type="function", function=self.tool_choice)
+        given["tools"] = [chats.Tool(type="function", function=tool) for tool in self.tools or ()]
+        text = self.text or TextOptions()
+        given["verbosity"] = text.verbosity
+        if (form := text.format) is not None:
+            given["response_format"] = ResponseFormat.model_construct(type=form.type, json_schema=form)
         return chats.ChatBody(messages=_messages(self.instructions, self.input), **given)
 
 
 def _messages(instructions: str | None, items: str | Sequence[Item]) -> list[chats.Message]:
     """Return items as messages. Reasoning, content and calls that follow each other are one message."""
-    messages: list[dict[str, Any]] = []
-    if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
+    messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
     given = [{"role": "user", "content": items}] if isinstance(items, str) else [item.message for item in items]
     for message in given:
         last = messages[-1] if messages else {}

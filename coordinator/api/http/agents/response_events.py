@@ -100,13 +100,12 @@ class ResponseReplies:
         status = "incomplete" if reason_of(session) == "length" else "completed"
         for event in output.end(status, cut=self._reader.parser.cut):
             yield event
-        response = self._response(session, status, output.items)
-        used: Any = usage([session], 1)
-        used = {name.replace("prompt", "input").replace("completion", "output"): it for name, it in used.items()}
-        response["usage"] = used
+        response: Json = {**self._response(session, status, output.items), **metrics([session])}
+        used = usage([session], 1).items()
+        response["usage"] = {name.replace("prompt", "input").replace("completion", "output"): it for name, it in used}
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        yield {"type": f"response.{status}", "response": {**response, **metrics([session])}}
+        yield {"type": f"response.{status}", "response": response}
 
     def _response(self, session: Session, status: Any, output: list[Any]) -> ModelResponse:
         body, given = self._body, self._given
