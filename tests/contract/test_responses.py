@@ -87,9 +87,21 @@ async def test_a_call_that_was_cut_can_be_sent_back(api: AsyncOpenAI) -> None:
     items: list[Any] = [{"role": "user", "content": "Write."}, call, output]
     further = await api.responses.create(**{**ASK, "input": items})
     assert further.output
-    broken = call.model_copy(update={"status": "completed"})
-    with pytest.raises(openai.BadRequestError, match="must be a JSON object"):
-        await api.responses.create(**{**ASK, "input": [items[0], broken, output]})
+    # LangGraph's agents send a streamed call back without its id and status.
+    bare = {name: getattr(call, name) for name in ("type", "call_id", "name", "arguments")}
+    for sent in (bare, {**bare, "status": "completed"}):
+        again = await api.responses.create(**{**ASK, "input": [items[0], sent, output], **SEED})
+        assert again.usage is not None
+        assert further.usage is not None
+        assert again.usage.input_tokens == further.usage.input_tokens
+    called = {"id": call.call_id, "type": "function", "function": {"name": "write", "arguments": call.arguments}}
+    result = {"role": "tool", "tool_call_id": call.call_id, "content": "It was cut."}
+    chat = [items[0], {"role": "assistant", "tool_calls": [called]}, result]
+    same = await api.chat.completions.create(model="", messages=chat, max_tokens=20, temperature=1, **SEED)
+    assert again.output_text == same.choices[0].message.content
+    for wrong in ("[1", call.arguments + '"}x'):
+        with pytest.raises(openai.BadRequestError, match="must be a JSON object"):
+            await api.responses.create(**{**ASK, "input": [items[0], {**bare, "arguments": wrong}, output]})
 
 
 async def test_a_complete_call_at_the_limit_keeps_its_arguments(api: AsyncOpenAI) -> None:

@@ -64,14 +64,14 @@ class CalledFunction(Body):
     arguments: str = Field(description="A JSON object.")
     parsed_arguments: Annotated[Any, Unkept, Field(description="Ignored: OpenAI's client adds it to answers.")] = None
 
-    def read(self, *, cut: bool = True) -> dict[str, Any]:
-        """Return the arguments; if the limit of tokens may have `cut` them, those that are whole."""
+    def read(self) -> dict[str, Any]:
+        """Return the arguments; if the limit of tokens cut them, those that are whole: agents drop what tells of it."""
         text = self.arguments.strip() or "{}"
         check_counts(text.encode(), field="arguments")
         try:
             values = from_json(text)
         except ValueError as error:
-            values = from_json(text, allow_partial=True) if cut and "EOF" in str(error) else None
+            values = from_json(text, allow_partial=True) if "EOF" in str(error) else None
         if not isinstance(values, dict):
             raise ValueError("arguments must be a JSON object")
         return values

@@ -63,12 +63,12 @@ class CallItem(_Item, chats.CalledFunction):
 
     @model_validator(mode="after")
     def _object(self) -> CallItem:
-        _ = self.status == "incomplete" or self.read(cut=False)
+        _ = self.read()
         return self
 
     @property
     def message(self) -> dict[str, Any]:
-        called = chats.CalledFunction(name=self.name, arguments="{}" if self.status == "incomplete" else self.arguments)
+        called = chats.CalledFunction(name=self.name, arguments=self.arguments)
         return {"role": "assistant", "tool_calls": [chats.ToolCall(id=self.call_id, function=called)]}
 
 
