@@ -261,7 +261,7 @@ async def test_a_stream_that_fails_names_the_field_of_its_request(api: AsyncOpen
         ({"tools": [{**FLAT[0], "parameters": {"not": {}}}], "tool_choice": "required"}, "tools", "tools"),
         ({"tools": FLAT, "tool_choice": {"type": "function", "name": "x"}}, "body", "tool_choice"),
         (
-            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}, "strict": True}}},
             "text.format",
             "text.format",
         ),

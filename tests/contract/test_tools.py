@@ -241,6 +241,7 @@ async def test_an_error_in_a_stream_names_the_tools(api: AsyncOpenAI, house: Hou
 
 LARGE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(6_000)}}
 UNKNOWN: dict[str, Any] = {"not": {}}
+FOREIGN: dict[str, Any] = {"properties": {"a": {"$ref": "https://example.org/a.json"}}}
 LOOKING: dict[str, Any] = {"properties": {"a": {"type": "string", "pattern": "(?!x)"}}}
 
 
@@ -255,7 +256,8 @@ LOOKING: dict[str, Any] = {"properties": {"a": {"type": "string", "pattern": "(?
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools.0"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": LARGE}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": UNKNOWN, "strict": True}}]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": LOOKING}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": LOOKING, "strict": True}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": FOREIGN}}]}, "tools"),
         ({"tools": None, "tool_choice": "required"}, "body"),
         ({"tool_choice": named("nothing")}, "body"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),

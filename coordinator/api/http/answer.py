@@ -103,6 +103,6 @@ def _grammar(wanted: ResponseFormat | None) -> Grammar | None:
         return None
     if wanted.regex is not None:
         return Grammar(regex=wanted.regex)
-    if wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
-        return Grammar(json_schema=json.dumps(wanted.json_schema.schema_))
+    if (form := wanted.json_schema) is not None and form.schema_ is not None:
+        return Grammar(json_schema=json.dumps({"x-guidance": {"lenient": not form.strict}} | form.schema_))
     return Grammar(json_object=True)

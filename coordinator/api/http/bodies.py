@@ -129,10 +129,10 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    name: str = Field(max_length=64)
+    name: str | None = Field(max_length=64)
     schema_: dict[str, Any] | None = Field(None, alias="schema", description="Absent: any JSON object.")
     description: str | None = None
-    strict: bool | None = Field(None, description="Ignored: the output always follows the schema.")
+    strict: bool | None = Field(None, description="Refuse keywords that grammars lack; otherwise they hold nothing.")
 
 
 class ResponseFormat(Body):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -9,14 +10,25 @@ from pydantic_core import from_json
 
 from coordinator.api.http.bodies import Body, ChatOptions, CompletionBody, TokenId, Unkept, check_counts
 from outrider.protocol.field_limits import LONGEST, OTHER
+from outrider.speculation.grammar import CONSTANTS
 
 MAX_MESSAGES = 1_000  # besides the instructions of a response
 MAX_PARTS = 1_000
 MAX_TOOLS = 128
+_LOOKS = re.compile(r"(?<!\\)(?:\\\\)*(?:\\[bBk1-9]|\(\?<?[=!])")  # around in a pattern, or back
 _FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 TemplateVariables = dict[Literal["enable_thinking", "thinking"], bool]
+
+
+def _without_looks(part: Any) -> Any:
+    """Return a part of a schema without patterns that look around or back."""
+    if isinstance(part, dict):
+        looks = isinstance(pattern := part.get("pattern"), str) and _LOOKS.search(pattern)
+        kept = {key: it for key, it in part.items() if key != "pattern" or not looks}
+        return {key: it if key in CONSTANTS else _without_looks(it) for key, it in kept.items()}
+    return [_without_looks(it) for it in part] if isinstance(part, list) else part
 
 
 class TextPart(Body):
@@ -40,6 +52,7 @@ class Function(Body):
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
         given = self.parameters or {"properties": {}, "additionalProperties": False}
+        given = given if self.strict else _without_looks(given)
         own = given.get("x-guidance")
         options = {"lenient": not self.strict, **own} if isinstance(own, dict) else own or {"lenient": not self.strict}
         return {"type": "object", **given, "x-guidance": options}
@@ -76,6 +89,11 @@ class CalledFunction(Body):
             raise ValueError("arguments must be a JSON object")
         return values
 
+    @model_validator(mode="after")
+    def _object(self) -> CalledFunction:
+        self.read()
+        return self
+
 
 class ToolCall(Body):
     id: str = Field(max_length=OTHER)
@@ -108,8 +126,6 @@ class Message(Body):
             raise ValueError("tool_calls are those of an assistant")
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise ValueError("tool_call_id is required in messages of tools, and only there")
-        for call in self.tool_calls or ():
-            call.function.read()
         return self
 
     @property

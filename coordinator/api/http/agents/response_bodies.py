@@ -61,15 +61,9 @@ class CallItem(_Item, chats.CalledFunction):
     type: Literal["function_call"]
     call_id: str = Field(max_length=OTHER)
 
-    @model_validator(mode="after")
-    def _object(self) -> CallItem:
-        _ = self.read()
-        return self
-
     @property
     def message(self) -> dict[str, Any]:
-        called = chats.CalledFunction(name=self.name, arguments=self.arguments)
-        return {"role": "assistant", "tool_calls": [chats.ToolCall(id=self.call_id, function=called)]}
+        return {"role": "assistant", "tool_calls": [chats.ToolCall(id=self.call_id, function=self)]}
 
 
 class CallOutputItem(_Item):
@@ -116,12 +110,9 @@ class FunctionChoice(chats.NamedFunction):
     type: Literal["function"]
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, max_length=64)
-    schema_: dict[str, Any] | None = Field(None, alias="schema", description="With type json_schema, and only there.")
-    description: str | None = None
-    strict: bool | None = Field(None, description="Ignored: the output always follows the schema.")
 
     @model_validator(mode="after")
     def _complete(self) -> TextFormat:

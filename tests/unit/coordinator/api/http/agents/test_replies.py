@@ -10,10 +10,11 @@ from typing import Any, cast
 import pytest
 from tokenizers import AddedToken
 
-from coordinator.api.http.agents.bodies import ChatBody
+from coordinator.api.http.agents.bodies import ChatBody, Function
 from coordinator.api.http.agents.dialects import HERMES, Manner
 from coordinator.api.http.agents.parser import AnswerParser, PartKind
 from coordinator.api.http.agents.replies import AnswerReader, chat_input
+from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.output import SessionOutput
 from coordinator.sessions.session import Session
@@ -241,15 +242,22 @@ def test_a_long_answer_is_parsed_at_once_after_its_reasoning() -> None:
     assert len(fed) < 10
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"type": "string", "format": "path"},
-        {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
-        {"type": "object", "propertyNames": {"type": "string"}},
-        {"oneOf": [{"type": "object", "properties": {name: {"type": "string"}}} for name in "xy"]},
-    ],
-)
+LACKED: list[dict[str, Any]] = [  # patterns are those of Zod for e-mail addresses and of Pydantic for decimals
+    {"type": "string", "format": "path"},
+    {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    {"type": "object", "propertyNames": {"type": "string"}},
+    {"oneOf": [{"type": "object", "properties": {name: {"type": "string"}}} for name in "xy"]},
+    {
+        "type": "string",
+        "format": "email",
+        "pattern": r"^(?!\.)(?!.*\.\.)([\w'+\-\.]*)[\w+-]@(\w+\.)+[A-Za-z]{2,}$",
+    },
+    {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]},
+    {"type": "object", "properties": {"pattern": {"type": "string", "pattern": r"\\\ba"}, "b": {"pattern": r"(a)\1"}}},
+]
+
+
+@pytest.mark.parametrize("field", LACKED)
 @pytest.mark.parametrize("form", DIALECTS)
 @pytest.mark.parametrize("more", [{}, {"response_format": {"type": "json_object"}}], ids=["text", "formatted"])
 def test_keywords_that_grammars_lack_are_refused_of_strict_tools_only(
@@ -272,3 +280,47 @@ def test_keywords_that_grammars_lack_are_refused_of_strict_tools_only(
     assert not allowed({"n": "x"}), "what grammars have still holds"
     with pytest.raises(InvalidRequest):
         allowed({"n": 1}, strict=True)
+
+
+@pytest.mark.parametrize("field", LACKED[:4])
+@pytest.mark.parametrize("api", ["chat", "beside tools", "response"])
+def test_keywords_that_grammars_lack_are_refused_of_strict_formats_only(field: dict[str, Any], api: str) -> None:
+    """Instructor sends schemas of pydantic models without `strict`, with which OpenAI takes any."""
+    target = target_of(tokens=False)
+    target.tokenizer.chat_template = "{{ tools }}"
+    settings = cast(CoordinatorSettings, SimpleNamespace(tool_parser="llama3"))
+    schema = {"properties": {"m": field, "n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+    def allowed(text: str, **more: Any) -> bool:
+        form = {"name": "f", "schema": {"type": "object", **schema}, **more}
+        wanted = {"response_format": {"type": "json_schema", "json_schema": form}}
+        body = chat(**wanted, tools=TOOLS * (api == "beside tools"))
+        if api == "response":
+            text_ = {"format": {"type": "json_schema", **form}}
+            body = ResponsesBody.model_validate({"input": "Hi.", "text": text_}).chat
+        request, _ = chat_input(body, target, settings)
+        tokens = list(target.encode(text))
+        return target.grammars.compile(request.params).count_allowed(tokens) == len(tokens)
+
+    for more in ({}, {"strict": None}, {"strict": False}):
+        assert allowed('{"n": 1}', **more)
+        assert not allowed('{"n": "x"}', **more), "what grammars have still holds"
+    with pytest.raises(InvalidRequest):
+        allowed('{"n": 1}', strict=True)
+
+
+def test_only_patterns_that_look_around_or_back_are_left_out() -> None:
+    def taken(schema: dict[str, Any], strict: bool | None = None) -> dict[str, Any]:
+        function = Function(name="f", parameters={"properties": schema}, strict=strict)
+        return cast(dict[str, Any], function.schema_of_arguments["properties"])
+
+    kept: list[dict[str, Any]] = [
+        *({"pattern": pattern} for pattern in (r"\(\?=x", r"\\b", r"x\\1", "(?<name>a)", "(?:a)", r"^\d+$")),
+        {"properties": {"pattern": {"const": {"pattern": r"(?=a)"}}}},
+        {"enum": [{"pattern": r"\b"}], "default": None},
+    ]
+    assert [taken({"a": part}) for part in kept] == [{"a": part} for part in kept]
+    left = ("(?=a)", "(?!a)", "(?<=a)", "(?<!a)", r"\bword", r"\\\Bx", r"(a)\1", r"(?<n>a)\k<n>")
+    nested = {"a": {"anyOf": [{"items": [{"type": "string", "pattern": pattern}]} for pattern in left]}}
+    assert taken(nested)["a"]["anyOf"] == [{"items": [{"type": "string"}]}] * len(left)
+    assert taken(nested, strict=True) == nested
