@@ -104,7 +104,7 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     reasoning_content: str | None = Field(None, description="Of an answer, for templates that show it.")
     reasoning: str | None = Field(None, description="vLLM's name of reasoning_content.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None

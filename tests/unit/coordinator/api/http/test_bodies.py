@@ -304,3 +304,15 @@ def test_text_parts_are_lines_of_their_own() -> None:
         ResponsesBody.model_validate({"input": [output]}).chat,
     ):
         assert body.messages[0].plain["content"] == "12\n34"
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
+def test_a_message_may_have_no_parts(role: str) -> None:
+    """LangChain sends the result of an MCP tool that says nothing as an empty list, in chats and in responses."""
+    message = {"role": role, "content": [], **({"tool_call_id": "a"} if role == "tool" else {})}
+    item = {"type": "function_call_output", "call_id": "a", "output": []} if role == "tool" else message
+    for body in (
+        ChatBody.model_validate({"messages": [message]}),
+        ResponsesBody.model_validate({"input": [item]}).chat,
+    ):
+        assert body.messages[0].plain["content"] == ""
