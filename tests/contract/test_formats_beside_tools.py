@@ -197,3 +197,11 @@ async def test_formats_that_are_refused(apis: dict[str, AsyncOpenAI]) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await apis[dialect].chat.completions.create(**body)
         assert caught.value.param == "tools and response_format", caught.value
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_an_expression_may_have_line_feeds(apis: dict[str, AsyncOpenAI], dialect: str) -> None:
+    free = ASK | {"logit_bias": {str(ord("a") - ord("!")): 100}, "seed": 1, "max_tokens": 40}
+    given = {"response_format": {"type": "regex", "regex": "a/b\n\\\nc"}}
+    found = (await apis[dialect].chat.completions.create(**free, extra_body=given)).choices[0].message
+    assert found.content == "a/b\n\nc"

@@ -11,7 +11,7 @@ from coordinator.api.http.agents.dialects import THOUGHTS, Dialect
 from outrider.protocol.sampling_params import Grammar
 from outrider.speculation.grammar import CONSTANTS, NAMED, WHITESPACE
 
-_ESCAPED, _FOREIGN = re.compile(r"\\.|/", re.DOTALL), re.compile(r'"\$ref": "[^#]')
+_ESCAPED, _FOREIGN = re.compile(r"\\.|/|\n", re.DOTALL), re.compile(r'"\$ref": "[^#]')
 _NOTES = ("$comment", "default", "description", "examples", "title")
 # Where calls have no opener, an object with a field of arguments could be one.
 _NO_CALL = [{"$ref": "#/$defs/answer"}, {"properties": {"arguments": False, "parameters": False}}]
@@ -20,7 +20,7 @@ _NO_CALL = [{"$ref": "#/$defs/answer"}, {"properties": {"arguments": False, "par
 def rule_of(answer: Grammar, dialect: Dialect) -> str:
     """Return the lines of the rule `answer`: texts of this format that do not begin like a call."""
     if answer.regex:
-        pattern = _ESCAPED.sub(lambda found: r"\/" if found[0] == "/" else found[0], answer.regex)
+        pattern = _ESCAPED.sub(lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0][-1], found[0]), answer.regex)
         starts = (*(mark for mark, _ in THOUGHTS), *call_starts(dialect, (), formatted=dialect.anywhere))
         begins = "|".join(map(re.escape, starts))
         return f"answer: ANSWER\nANSWER: /{pattern}/ & ~/(\\s|{begins})(.|\\n)*/"
