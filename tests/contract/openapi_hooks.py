@@ -25,9 +25,9 @@ RULES = re.compile(
             r"needs logprobs|stream_options needs|best_of must equal n|are the same field",
             r"continue_final_message needs|tools need|tool_choice|tools must have|tools does not compile|tool_calls",
             r"arguments must be|parameters must be|tool_call_id is required|content is required",
-            r"is required with type|response_format|verification is|must be 0 when verification is greedy",
-            r"must be 0 or at least|must be a token id in|chat template|is no tokens",
-            r"nothing is stored|speculation.show needs|text.format",
+            r"is required with type|response_format|structured_outputs|verification is",
+            r"must be 0 when verification is greedy|must be 0 or at least|must be a token id in|chat template",
+            r"is no tokens|nothing is stored|speculation.show needs|text.format",
             r"under the context of|the context is \d+ tokens|to leave room for",
         )
     )

@@ -200,8 +200,11 @@ async def test_formats_that_are_refused(apis: dict[str, AsyncOpenAI]) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_an_expression_may_have_line_feeds(apis: dict[str, AsyncOpenAI], dialect: str) -> None:
+async def test_an_expression_and_choices_may_have_line_feeds(apis: dict[str, AsyncOpenAI], dialect: str) -> None:
     free = ASK | {"logit_bias": {str(ord("a") - ord("!")): 100}, "seed": 1, "max_tokens": 40}
-    given = {"response_format": {"type": "regex", "regex": "a/b\n\\\nc"}}
-    found = (await apis[dialect].chat.completions.create(**free, extra_body=given)).choices[0].message
-    assert found.content == "a/b\n\nc"
+    for given in (
+        {"response_format": {"type": "regex", "regex": "a/b\n\\\nc"}},
+        {"structured_outputs": {"choice": ["a/b\n\nc"]}},
+    ):
+        found = (await apis[dialect].chat.completions.create(**free, extra_body=given)).choices[0].message
+        assert found.content == "a/b\n\nc"

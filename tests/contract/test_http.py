@@ -578,6 +578,64 @@ async def test_an_answer_is_any_json_object_or_matches_an_expression(api: AsyncO
 
 
 @pytest.mark.parametrize(
+    ("given", "form"),
+    [
+        ({"json": SCHEMA, "regex": None}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
+        ({"json_object": True}, {"type": "json_object"}),
+        ({"regex": "(yes|no), [0-9]{3}"}, {"type": "regex", "regex": "(yes|no), [0-9]{3}"}),
+        ({"choice": ["a.b\n/", "(yes", "no"]}, {"type": "regex", "regex": r"a\.b\n/|\(yes|no"}),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+async def test_vllms_structured_outputs_are_formats(
+    api: AsyncOpenAI, model: str, given: dict[str, Any], form: dict[str, Any]
+) -> None:
+    """Outlines' client for vLLM sends them in chats; vLLM takes them in the other two, too."""
+    asked: dict[str, Any] = {"model": model, "messages": CHAT, "seed": 3, "max_tokens": 40}
+    texts = [
+        (await api.chat.completions.create(**asked, extra_body=more)).choices[0].message.content
+        for more in ({"structured_outputs": given, "response_format": {"type": "text"}}, {"response_format": form})
+    ]
+    assert texts[0] == texts[1]
+    asked = {"model": model, "input": CHAT, "max_output_tokens": 40}
+    said = await api.responses.create(**asked, extra_body={"structured_outputs": given, "seed": 3})
+    assert said.output_text == texts[0]
+    pair = [
+        (await api.completions.create(model=model, prompt=PROMPT, seed=3, max_tokens=40, extra_body=more))
+        .choices[0]
+        .text
+        for more in ({"structured_outputs": given}, {"response_format": form})
+    ]
+    assert pair[0] == pair[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": ["a"], "regex": "b"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "root ::= 'a'"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "body"),
+    ],
+)
+async def test_structured_outputs_that_cannot_be_are_refused_by_name(
+    api: AsyncOpenAI, model: str, body: dict[str, Any], param: str
+) -> None:
+    calls: list[Any] = [
+        api.chat.completions.create(model=model, messages=CHAT, extra_body=body),
+        api.completions.create(model=model, prompt=PROMPT, extra_body=body),
+    ]
+    if "response_format" not in body:
+        calls.append(api.responses.create(model=model, input="Hello", extra_body=body))
+    for call in calls:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await call
+        assert caught.value.param == param, caught.value
+
+
+@pytest.mark.parametrize(
     "wanted",
     [
         {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}},

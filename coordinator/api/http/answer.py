@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coordinator.api.http.bodies import ChatOptions, CompletionBody, GenerationBody, ResponseFormat
+from coordinator.api.http.bodies import ChatOptions, CompletionBody, GenerationBody
+from coordinator.api.http.failures import FIELD_NAMES
 from coordinator.api.preprocess import ClientRequest, admission, prepare
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
 from coordinator.sessions.output import Token, follow
@@ -70,9 +72,21 @@ async def requests_of(
 
 
 def input_of(body: ChatOptions | CompletionBody, **given: Any) -> ClientRequest:
+    """Return the input; what the body leaves out takes its defaults. JSON's readers keep 53 bits of a seed."""
+    wishes = _given(body.speculation or ())
+    params = {
+        **_given(body),
+        **wishes,
+        "seed": (secrets.randbits(53) if body.seed is None else body.seed) % (MAX_SEED + 1),
+        "stop": body.stops,
+        "logprobs": body.num_logprobs,
+        "grammar": _grammar(body),
+        "top_k": max(0, body.top_k or 0),
+        "max_tokens": body.default_tokens if body.limit is None else body.limit,
+    }
     return ClientRequest(
-        params=_params(body),
-        speculation=from_plain(SpeculationOptions, _given(body.speculation or ())),
+        params=from_plain(SamplingParams, params),
+        speculation=from_plain(SpeculationOptions, wishes),
         cache_salt=body.cache_salt or "",
         max_tokens_given=body.limit is not None,
         default_tokens=body.default_tokens,
@@ -80,25 +94,17 @@ def input_of(body: ChatOptions | CompletionBody, **given: Any) -> ClientRequest:
     )
 
 
-def _params(body: ChatOptions | CompletionBody) -> SamplingParams:
-    """Return the parameters; fields that the body leaves out take their defaults. JSON's readers keep 53 bits."""
-    given = _given(body) | _given(body.speculation or ())
-    given |= {
-        "seed": (secrets.randbits(53) if body.seed is None else body.seed) % (MAX_SEED + 1),
-        "stop": body.stops,
-        "logprobs": body.num_logprobs,
-        "grammar": _grammar(body.response_format),
-        "top_k": max(0, body.top_k or 0),
-        "max_tokens": body.default_tokens if body.limit is None else body.limit,
-    }
-    return from_plain(SamplingParams, given)
-
-
 def _given(body: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in body if value is not None}
 
 
-def _grammar(wanted: ResponseFormat | None) -> Grammar | None:
+def _grammar(body: GenerationBody) -> Grammar | None:
+    given, wanted = body.structured_outputs, body.response_format
+    FIELD_NAMES.get({}).setdefault("params.grammar", "structured_outputs" if given else "response_format")
+    if given is not None:
+        schema = "" if given.json_ is None else json.dumps(given.json_)
+        pattern = given.regex or "|".join(map(re.escape, given.choice or ()))
+        return Grammar(json_schema=schema, json_object=bool(given.json_object), regex=pattern)
     if wanted is None or wanted.type == "text":
         return None
     if wanted.regex is not None:

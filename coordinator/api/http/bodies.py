@@ -71,10 +71,6 @@ class Body(BaseModel):
             raise ValidationError.from_exception_data(cls.__name__, [fault])
         return {name: _whole(value) for name, value in data.items() if name in known}
 
-    @classmethod
-    def required(cls) -> set[str]:
-        return {name for name, field in cls.model_fields.items() if field.is_required()}
-
 
 async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
     """Return the body of a request, as the first of these kinds that has all of its required fields."""
@@ -99,9 +95,9 @@ def _read(body: bytes, kinds: Sequence[type[BodyModel]]) -> BodyModel:
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {shorten(str(error))}", field="body") from error
     named = data if isinstance(data, dict) else {}
-    kind = next((kind for kind in kinds if kind.required() <= named.keys()), kinds[0])
+    required = {kind: {name for name, field in kind.model_fields.items() if field.is_required()} for kind in kinds}
     try:
-        return kind.model_validate(data)
+        return next((kind for kind in kinds if required[kind] <= named.keys()), kinds[0]).model_validate(data)
     except ValidationError as error:
         raise of_validation(error) from error
 
@@ -150,6 +146,21 @@ class ResponseFormat(Body):
         return self
 
 
+class StructuredOutputs(Body):
+    """vLLM's form of `response_format`; exactly one field is given."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json", description="JSON schema.")
+    json_object: Literal[True] | None = None
+    regex: _Text | None = Field(None, description="Pattern that the whole output must match.")
+    choice: Annotated[list[_Text], Field(min_length=1, fail_fast=True)] | None = Field(None, description="Its texts.")
+
+    @model_validator(mode="after")
+    def _complete(self) -> StructuredOutputs:
+        if sum(value is not None for _, value in self) != 1:
+            raise ValueError("one of json, json_object, regex and choice is required, and only one")
+        return self
+
+
 class SpeculationWish(Body):
     """Speculation options; in greedy and coupled mode they change speed, never text."""
 
@@ -184,6 +195,7 @@ class GenerationBody(Body):
     ) = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="Choice i of n is drawn with seed + i.")
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Common extensions.
     top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS, description="0 and -1 keep all.")
     min_p: float | None = Field(None, ge=0, le=1)
@@ -203,9 +215,11 @@ class GenerationBody(Body):
     prompt_cache_options: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored.")
 
     @model_validator(mode="after")
-    def _streams(self) -> GenerationBody:
+    def _consistent(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream")
+        if self.structured_outputs and self.response_format and self.response_format.type != "text":
+            raise ValueError("structured_outputs and response_format are the same field")
         return self
 
     @property
@@ -215,10 +229,6 @@ class GenerationBody(Body):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def show(self) -> bool:

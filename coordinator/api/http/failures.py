@@ -17,7 +17,6 @@ from outrider.protocol.errors import InvalidRequest, OutriderError, shorten
 
 _BRANCH = re.compile(r"(str|int)$|constrained-|[A-Z]|.*\[")  # names that pydantic gives to a union's branches
 _CLASS = re.compile(" or instance of .*")
-_GRAMMAR = re.compile(r"params\.grammar(\.\w+)?")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 FIELD_NAMES = ContextVar[dict[str, str]]("field names")  # of the current request, by their names in gRPC
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
@@ -84,7 +83,6 @@ def of_validation(error: ValidationError) -> InvalidRequest:
 
 def _in_http_terms(text: str) -> str:
     """Replace names of gRPC fields by those of HTTP."""
-    text = _GRAMMAR.sub("response_format", text)
     for grpc_name, http_name in (("params.", ""), ("tokens.ids", "prompt"), ("chat.messages", "messages")):
         text = text.replace(grpc_name, http_name)
     return text

@@ -62,10 +62,11 @@ class Replies(ABC, Generic[BodyT]):
     async def chunks(self, answering: Answering) -> AsyncGenerator[dict[str, Any], None]:
         async with answering as sessions:
             head = self._head(self.chunk_kind, sessions[0])
-            more: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
+            options = self._body.stream_options
+            more: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
             async with contextlib.aclosing(progress(sessions)) as updates:
                 async for number, tokens in updates:
-                    if more and getattr(self._body.stream_options, "continuous_usage_stats", False):
+                    if more and options and options.continuous_usage_stats:
                         more = {"usage": usage(sessions, self._body.choices)}
                     for part in self._echoed(number, sessions[number]):
                         yield head | {"choices": [part]} | more

@@ -151,9 +151,7 @@ class ChatFields(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES + 1, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_generation_prompt: bool = Field(True, description="The prompt ends where the assistant's answer begins.")
-    continue_final_message: bool = Field(
-        False, description="The answer continues the last message; needs add_generation_prompt: false."
-    )
+    continue_final_message: bool = Field(False, description="Continue the last one; add_generation_prompt is false.")
     reasoning_effort: Effort | None = Field(None, description="For the chat template; none: it shall not ask to think.")
     verbosity: Verbosity | None = Field(None, description="For the chat template.")
     chat_template_kwargs: TemplateVariables | None = None
@@ -206,7 +204,8 @@ class ChatBody(ChatFields, ChatOptions):
     @property
     def formatted(self) -> bool:
         """Return whether an answer that calls no tool has a format, while tools can be called."""
-        return self.calls_required is False and self.response_format is not None and self.response_format.type != "text"
+        given = self.structured_outputs or (self.response_format and self.response_format.type != "text")
+        return self.calls_required is False and bool(given)
 
     @property
     def callable_tools(self) -> list[Tool]:

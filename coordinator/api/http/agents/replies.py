@@ -52,10 +52,10 @@ def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) ->
 
 def name_as_sent(body: ChatBody, names: dict[str, str]) -> None:
     """Name fields in errors as the request does. A grammar was made of the tools, if any can be called."""
+    given = "structured_outputs" if body.structured_outputs else names.get("params.grammar", "response_format")
     if body.calls_required is not None:
-        more = f" and {names.get('params.grammar', 'response_format')}" if body.formatted else ""
-        names = {**names, "params.grammar": f"tools{more}"}
-    FIELD_NAMES.get({}).update(names)
+        given = f"tools and {given}" if body.formatted else "tools"
+    FIELD_NAMES.get({}).update(names | {"params.grammar": given})
 
 
 class AnswerReader:

@@ -6,7 +6,7 @@ const make = (name, properties = {}, ...children) => {
   return made;
 };
 const find = (id) => document.getElementById(id);
-const SHARED = ["Message", "TextPart", "ResponseFormat", "JsonSchema", "StreamOptions", "SpeculationWish"];
+const SHARED = ["Message", "TextPart", "ResponseFormat", "JsonSchema", "StructuredOutputs", "StreamOptions", "SpeculationWish"];
 const named = (ref) => ref.split("/").pop();
 
 /** What a field may hold, in words; shapes that are described below are linked. */
