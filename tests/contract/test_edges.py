@@ -110,7 +110,9 @@ IDLE = 300
 def poor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """A coordinator that may open few files."""
     cluster = Cluster(tmp_path_factory.mktemp("poor"), redis=False)
-    process = cluster.add_coordinator("--open-timeout-s", "20")
+    origins = "http://Page.example:3000/, https://other.example"
+    names = ("--cors-origins", origins, "--allowed-hosts", "Proxy.example:8443")
+    process = cluster.add_coordinator("--open-timeout-s", "20", *names)
     process.limit_descriptors(DESCRIPTORS)
     process.start().wait_ready()
     yield process
@@ -260,3 +262,14 @@ def test_this_machines_own_names_are_served(poor: Process, host: str) -> None:
 def test_pages_of_other_origins_change_nothing(poor: Process, origin: str, status: int) -> None:
     lines = ("POST /v1/completions HTTP/1.1", "Host: localhost:8000", f"Origin: {origin}", "Connection: close")
     assert say(poor, *lines, "Content-Length: 0").startswith(f"HTTP/1.1 {status}".encode())
+
+
+def test_origins_and_hosts_may_be_given_as_an_address_bar_shows_them(poor: Process) -> None:
+    """A URL's last slash, capital letters and the port of a host are none of what a browser compares."""
+    lines = ("OPTIONS /v1/completions HTTP/1.1", "Host: localhost:8000", "Connection: close")
+    for origin in ("http://page.example:3000", "https://other.example"):
+        heard = say(poor, *lines, f"Origin: {origin}", "Access-Control-Request-Method: POST")
+        assert f"access-control-allow-origin: {origin}\r\n".encode() in heard.lower()
+    assert b" 400 " in say(poor, *lines, "Origin: http://page.example", "Access-Control-Request-Method: POST")[:20]
+    for host in ("proxy.example", "proxy.example:8443", "proxy.example:9"):
+        assert b" 200 " in say(poor, "GET /health HTTP/1.1", f"Host: {host}", "Connection: close")[:20]

@@ -82,7 +82,7 @@ class Api:
             Route("/openapi.json", self.openapi),
             *pages.routes(),
         ]
-        origins = [origin.strip() for origin in self._settings.cors_origins.split(",") if origin.strip()]
+        origins = [it for each in self._settings.cors_origins.split(",") if (it := each.strip().rstrip("/").lower())]
         allowed = [name.strip() for name in self._settings.allowed_hosts.split(",") if name.strip()]
         open_to_all = _OPEN | {"/metrics"} if self._settings.open_metrics else _OPEN
         limit = 3 * 1024 * self._settings.max_prompt_kib  # a text may be longer as JSON

@@ -20,7 +20,7 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 def hosts_of(host: str, allowed: Iterable[str]) -> frozenset[str]:
     """Return the names a Host header may have at `host`: others mean DNS rebinding, on loopback addresses too."""
-    names = frozenset(name.lower() for name in allowed)
+    names = frozenset((name.partition(":")[0] if name.count(":") == 1 else name).lower() for name in allowed)
     if is_loopback(host):
         return names | LOOPBACK | {host.lower(), ""}  # HTTP/1.0 clients send none, and browsers do not use it
     return names | LOOPBACK | {host.lower(), "", ADDRESSES} if names else frozenset({ANY})
