@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from coordinator.api.http.agents import bodies as chats
-from coordinator.api.http.bodies import Body, GenerationBody, ResponseFormat, Unkept
+from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, ResponseFormat, Unkept
 from outrider.protocol.field_limits import OTHER
 
 
