@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from outrider.bench.common.report import Row, Times, median, ratio
-from outrider.bench.fleet.load import LoadedAnswer, LoadRecord
+from outrider.bench.fleet.load import LoadRecord
 from outrider.bench.fleet.options import FleetSize
 
 _BUSY, _CLIENT_BUSY = 0.9, 0.8  # shares of CPU time from which the machine, or the client, limits a fleet
@@ -21,7 +21,7 @@ _but_verifiers = itemgetter("coordinators", "drafters", "sessions")
 def load_row(size: FleetSize, record: LoadRecord) -> Row:
     """Return the figures of one measurement; those without a sample are None."""
     elapsed = record.ended - record.began
-    arrivals = [_within(record, answer) for answer in record.answers]
+    arrivals = [[it for it in each.arrivals if record.began <= it[0] <= record.ended] for each in record.answers]
     gaps = [1000 * (after - before) for each in arrivals for (before, _), (after, _) in pairwise(each)]
     rates = [sum(count for _, count in each[1:]) / (each[-1][0] - each[0][0]) for each in arrivals if len(each) > 1]
     firsts = [
@@ -97,10 +97,6 @@ def limit_of(row: Row) -> str:
     if machine_share(row) >= _BUSY:
         return "this machine"
     return "the client" if row["cpus"].get("client", 0.0) >= _CLIENT_BUSY else ""
-
-
-def _within(record: LoadRecord, answer: LoadedAnswer) -> list[tuple[float, int]]:
-    return [(at, count) for at, count in answer.arrivals if record.began <= at <= record.ended]
 
 
 def _p99(values: Sequence[float]) -> float | None:

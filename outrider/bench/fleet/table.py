@@ -51,7 +51,7 @@ def show(console: Console, rows: Sequence[Row], summary: Mapping[str, Any], abou
     for row in rows:
         size = size_of(row)
         cells = row | {"failed": sum(row["failures"].values()), "cpu": machine_share(row)}
-        shown = (_cell(cells[key], form) for _, key, form in _COLUMNS)
+        shown = ("–" if cells[key] is None else format(cells[key], form) for _, key, form in _COLUMNS)
         table.add_row("+".join(map(str, astuple(size))), *shown)
     console.print(table)
     console.print(_LEGEND, style="dim", highlight=False)
@@ -63,10 +63,6 @@ def show(console: Console, rows: Sequence[Row], summary: Mapping[str, Any], abou
             console.print(f"{where}: {count} failed: {code}", style="red", highlight=False, soft_wrap=True)
         if limit := limit_of(row):
             console.print(f"{where}: {limit} had no CPU time left, which limits the figures", style="yellow")
-
-
-def _cell(value: Any, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 def _peak(fleet: Mapping[str, Any]) -> str:

@@ -160,11 +160,8 @@ class ChatFields(Body):
     def variables(self) -> dict[str, Any]:
         """Return further variables of the chat template; those that are named precede what an effort means."""
         effort, named = self.reasoning_effort, self.chat_template_kwargs or {}
-        asked = {
-            "verbosity": self.verbosity,
-            "reasoning_effort": effort,
-            "enable_thinking": effort and effort != "none",
-        }
+        thinks = effort and effort != "none"
+        asked = {"verbosity": self.verbosity, "reasoning_effort": effort, "enable_thinking": thinks}
         return {str(name): value for name, value in (*asked.items(), *named.items()) if value is not None}
 
     @model_validator(mode="after")
