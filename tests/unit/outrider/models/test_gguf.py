@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from dataclasses import replace
@@ -111,6 +112,14 @@ def test_loading_writes_no_safetensors_and_gives_their_bits_and_names(
     assert blocks.info == replace(floats.info, name="random"), "whatever the file's place and date"
     found, wanted = (each.extend([SessionTokens("s", TOKENS)]).logits[0] for each in (blocks, floats))
     assert torch.equal(found, wanted)
+
+
+def test_the_file_is_unmapped_once_its_weights_are_packed(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "random.gguf", Shape(), q4_k_m)
+    loaded = load_model(str(path), options())
+    gc.collect()
+    assert isinstance(loaded.engine, NativeEngine)
+    assert str(path) not in Path("/proc/self/maps").read_text()
 
 
 def test_engines_that_read_no_blocks_get_safetensors(tmp_path: Path) -> None:
