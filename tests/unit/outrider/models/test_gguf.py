@@ -22,7 +22,7 @@ from outrider.engine.native import NativeEngine, dequantize
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.models import GGUF, INDEX
 from outrider.models import gguf as gguf_module
-from outrider.models.gguf import convert_gguf, load_in_place
+from outrider.models.gguf import convert_gguf, load_in_place, replace_while_running
 from outrider.models.hub import locate, locate_safetensors
 from outrider.models.tokenizer import load_tokenizer, save_tokenizer
 from outrider.protocol.errors import StartupError
@@ -775,3 +775,16 @@ def test_a_broken_file_is_told_in_a_sentence(part: float, tmp_path: Path) -> Non
     for _ in range(2):
         with pytest.raises(StartupError, match=r"broken\.gguf cannot be read as a GGUF file"):
             load_model(str(broken), options())
+
+
+def test_a_module_has_its_own_weights_again_after_it_ran() -> None:
+    """Though they were replaced twice, as by blocks of a file and by a format's rounding, and though it failed."""
+    linear = torch.nn.Linear(2, 2, bias=False)
+    own = linear.weight
+    replace_while_running(linear, lambda _: {"weight": torch.zeros(2, 2)})
+    replace_while_running(linear, lambda _: {"weight": linear.weight.detach() + 1})
+    assert linear(torch.ones(1, 2)).tolist() == [[2.0, 2.0]]
+    assert linear.weight is own
+    with pytest.raises(RuntimeError, match="shapes"):
+        linear(torch.ones(1, 3))
+    assert linear.weight is own
