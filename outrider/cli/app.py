@@ -83,6 +83,6 @@ def main() -> None:
         app(prog_name="outrider")
     except (OutriderError, OSError, ValueError) as error:
         # OSError: such as a file that cannot be used. ValueError: such as a number that no message can hold.
-        hint = "\nIs a coordinator running there? `outrider up` starts one. One with TLS needs --tls-ca."
+        hint = "\nIs a coordinator running there? `outrider up` starts one. TLS needs --tls-ca, and some --tls-cert."
         typer.echo(f"outrider: {error}{hint if isinstance(error, PeerLost) else ''}", err=True)
         sys.exit(1)

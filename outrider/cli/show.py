@@ -17,14 +17,14 @@ from outrider.protocol.printable import printable
 from outrider.protocol.speculation import TokenKind
 from outrider.protocol.statistics import GenerationStats
 
-STYLES = {
+STYLES = {  # told apart without colours, too
     TokenKind.ACCEPTED: "green",
-    TokenKind.RECOVERED: "red",
-    TokenKind.BONUS: "cyan",
+    TokenKind.RECOVERED: "underline red",
+    TokenKind.BONUS: "bold cyan",
     TokenKind.PLAIN: "dim",
     TokenKind.NONE: "",
 }
-LEGEND = Text.assemble(("accepted", "green"), " ", ("recovered", "red"), " ", ("bonus", "cyan"), " ", ("plain", "dim"))
+LEGEND = Text(" ").join(Text(kind.name.lower(), style) for kind, style in STYLES.items() if style)
 
 
 def show_tokens(console: Console, tokens: Tokens, *, colour: bool) -> None:

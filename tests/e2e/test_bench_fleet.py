@@ -91,4 +91,5 @@ def test_a_fleet_that_does_not_run_gets_one_clear_answer() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=SURROUNDINGS, timeout=60, check=False)
     assert done.returncode == 1
     assert "Is a coordinator running there?" in done.stderr
+    assert "--tls-cert" in done.stderr, "where certificates are required, gRPC tells a closed socket alone"
     assert "Traceback" not in done.stderr

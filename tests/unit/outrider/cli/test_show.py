@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from outrider.cli.show import show_text, show_tokens
+from outrider.cli.show import LEGEND, show_text, show_tokens
 from outrider.client.sync import Tokens
 from outrider.protocol.speculation import TokenKind
 
@@ -37,6 +37,16 @@ def test_a_text_is_piped_as_the_target_wrote_it(colour: bool) -> None:
     out = io.StringIO()
     show_text(Console(file=out, force_terminal=True), text)
     assert out.getvalue() == "\tprint(s[1:100:2])\\x0d\n\\x0c:smile: [b]x[/b]"
+
+
+def test_kinds_are_told_apart_without_colours() -> None:
+    """As with NO_COLOR, or by who does not tell red from green."""
+    out, kinds = io.StringIO(), (TokenKind.ACCEPTED, TokenKind.RECOVERED, TokenKind.BONUS, TokenKind.PLAIN)
+    console = Console(file=out, force_terminal=True, color_system="standard", _environ={"NO_COLOR": "1"})
+    show_tokens(console, Tokens(0, "abcd", (1, 2, 3, 4), kinds, (1, 1, 1, 1)), colour=True)
+    assert out.getvalue() == "a\x1b[4mb\x1b[0m\x1b[1mc\x1b[0m\x1b[2md\x1b[0m"
+    console.print(LEGEND, end="")
+    assert out.getvalue().endswith("accepted \x1b[4mrecovered\x1b[0m \x1b[1mbonus\x1b[0m \x1b[2mplain\x1b[0m")
 
 
 def test_colours_change_no_text() -> None:
