@@ -84,7 +84,7 @@ def prompt_tokens(request: ClientRequest, target: Target, limit: int) -> tuple[i
             raise InvalidRequest.of("prompt", "empty", "some text")
         tokens = target.encode(request.prompt)
     elif request.chat is not None:
-        kind = "chat"
+        kind = "chat.messages"
         if not request.chat.messages:
             raise InvalidRequest.of("chat.messages", "0 messages", f"1 to {MOST['messages']} messages")
         check_count("chat.messages", sum(len(text.encode()) for text in request.chat.texts()), limit, "bytes")

@@ -65,7 +65,7 @@ class Target:
         """Return a chat as tokens. Its template may write far more than its texts: numbers, and blanks before each."""
         if not self.tokenizer.chat_template:
             message = f"{self.info.name} has no chat template; send a prompt instead"
-            raise InvalidRequest(message, field="chat", value=self.info.name, limit="a target with a chat template")
+            raise InvalidRequest(message, field="chat.messages", value=self.info.name, limit="a target with a template")
         try:
             cut = CutChat(chat, self._control)
             rendered = self.tokenizer.apply_chat_template(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from coordinator.api.http.failures import body_of
 from coordinator.api.preprocess import ClientRequest, prompt_tokens
 from coordinator.workers.chat_template import Chat, control_tokens
 from coordinator.workers.target import Target
@@ -147,3 +148,15 @@ def test_control_tokens_are_found_as_one_by_one_and_in_no_more_time_though_there
     assert few is not None
     taken = [min(timeit.repeat(partial(each.search, hostile), number=1, repeat=5)) for each in (few, control)]
     assert taken[1] < 100 * taken[0], "it was thousands of times"
+
+
+@pytest.mark.parametrize("template", ["", "{{ '' }}"])
+def test_a_chat_without_a_prompt_is_a_fault_of_its_messages(template: str) -> None:
+    """A base model, or the mock engine, has no template; the error named `chat`, which is no field over HTTP."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    nothing: Any = None
+    asked = ClientRequest(SamplingParams(), chat=Chat([{"role": "user", "content": "Hi"}]))
+    with pytest.raises(InvalidRequest) as refused:
+        prompt_tokens(asked, Target(INFO, tokenizer, nothing, nothing), 1000)
+    assert body_of(refused.value)["error"]["param"] == "messages"
