@@ -220,7 +220,6 @@ def metrics(sessions: Sequence[Session]) -> dict[str, responses.AnswerMetrics]:
     if len(sessions) != 1:
         return {}
     stats, record = sessions[0].stats.values(), sessions[0].record
-    assert record.request.params.seed is not None
     own: Any = {name: getattr(stats, name) for name in _SPEED + _COSTS}
     own |= {"plans": [{"plan": plan.plan, "steps": plan.steps} for plan in stats.plans]}
     own |= {"seed": record.request.params.seed, "session_id": record.session_id}

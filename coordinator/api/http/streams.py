@@ -81,7 +81,6 @@ class EventStream(Response):
 
 def _event(data: Mapping[str, Any]) -> bytes:
     name = _TYPED + data["type"].encode() + b"\n" if "type" in data else b""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     # Some clients take these for ends of a line.
-    text = text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    text = _text(data).replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return name + b"data: " + text.encode() + b"\n\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -96,3 +98,24 @@ async def test_a_tokenizer_that_cannot_be_read_counts_as_none(tmp_path: Path) ->
     grammars = TargetGrammars(DrafterSettings(kind="suffix", target=str(tmp_path)))
     for _ in range(2):
         assert await grammars.cursor(SamplingParams(grammar=Grammar(regex="a")), PROMPT, 2, "digest", [END]) is None
+
+
+_TWO_TARGETS = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from drafter.grammar import TargetGrammars
+from outrider.settings.drafter import DrafterSettings
+grammars = TargetGrammars(DrafterSettings(kind="suffix"))
+with ThreadPoolExecutor(2) as threads:
+    first = threads.submit(grammars._load, "one", ())
+    while "transformers" not in sys.modules:
+        time.sleep(0.001)
+    second = threads.submit(grammars._load, "other", ())
+    print(first.result(), second.result())
+"""
+
+
+def test_two_targets_are_met_at_once_in_a_new_process() -> None:
+    """The thread of one got a half of transformers, and every further session of its target with a grammar failed."""
+    done = subprocess.run([sys.executable, "-c", _TWO_TARGETS], capture_output=True, text=True, check=False)
+    assert (done.stdout.splitlines()[-1:], done.returncode) == (["None None"], 0), done.stderr
