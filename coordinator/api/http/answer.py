@@ -109,6 +109,6 @@ def _grammar(body: GenerationBody) -> Grammar | None:
         return None
     if wanted.regex is not None:
         return Grammar(regex=wanted.regex)
-    if (form := wanted.json_schema) is not None and form.schema_ is not None:
-        return Grammar(json_schema=json.dumps({"x-guidance": {"lenient": not form.strict}} | form.schema_))
+    if wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
+        return Grammar(json_schema=json.dumps(wanted.json_schema.schema_))
     return Grammar(json_object=True)

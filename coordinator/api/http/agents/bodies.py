@@ -22,13 +22,13 @@ Verbosity = Literal["low", "medium", "high"]
 TemplateVariables = dict[Literal["enable_thinking", "thinking"], bool]
 
 
-def _without_looks(part: Any) -> Any:
+def without_looks(part: Any) -> Any:
     """Return a part of a schema without patterns that look around or back."""
     if isinstance(part, dict):
         looks = isinstance(pattern := part.get("pattern"), str) and _LOOKS.search(pattern)
         kept = {key: it for key, it in part.items() if key != "pattern" or not looks}
-        return {key: it if key in CONSTANTS else _without_looks(it) for key, it in kept.items()}
-    return [_without_looks(it) for it in part] if isinstance(part, list) else part
+        return {key: it if key in CONSTANTS else without_looks(it) for key, it in kept.items()}
+    return [without_looks(it) for it in part] if isinstance(part, list) else part
 
 
 class TextPart(Body):
@@ -52,10 +52,9 @@ class Function(Body):
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
         given = self.parameters or {"properties": {}, "additionalProperties": False}
-        given = given if self.strict else _without_looks(given)
         own = given.get("x-guidance")
         options = {"lenient": not self.strict, **own} if isinstance(own, dict) else own or {"lenient": not self.strict}
-        return {"type": "object", **given, "x-guidance": options}
+        return {"type": "object", **(given if self.strict else without_looks(given)), "x-guidance": options}
 
 
 class Tool(Body):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
 from coordinator.api.http import responses
-from coordinator.api.http.agents.bodies import ChatBody
+from coordinator.api.http.agents.bodies import ChatBody, without_looks
 from coordinator.api.http.agents.dialects import Manner, manner_of, opens_thinking
 from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
 from coordinator.api.http.agents.prompts import chat_of
@@ -21,6 +22,7 @@ from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
+from outrider.protocol.sampling_params import Grammar
 from outrider.settings.coordinator import CoordinatorSettings
 
 
@@ -41,6 +43,9 @@ def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) ->
     tools = (body.tools or ()) if required is not None else ()
     request = input_of(body, chat=(chat := chat_of(body, tools, manner)))
     grammar = request.params.grammar
+    form = body.response_format and body.response_format.json_schema
+    if form and form.schema_ is not None and not form.strict:
+        grammar = Grammar(json_schema=json.dumps({"x-guidance": {"lenient": True}} | without_looks(form.schema_)))
     thinks = manner.thinks and body.add_generation_prompt and (required is not None or grammar is None)
     manner = replace(manner, thinks=thinks, thinking=thinks and opens_thinking(target, chat, manner.thoughts[0]))
     if required is not None:
