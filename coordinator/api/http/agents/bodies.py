@@ -17,6 +17,7 @@ MAX_PARTS = 1_000
 MAX_TOOLS = 128
 _LOOKS = re.compile(r"(?<!\\)(?:\\\\)*(?:\\[bBk1-9]|\(\?<?[=!])")  # around in a pattern, or back
 _FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+_CacheMark = Annotated[dict[str, Any] | None, Unkept]  # LiteLLM and agents send it to every server
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 TemplateVariables = dict[Literal["enable_thinking", "thinking"], bool]
@@ -34,7 +35,8 @@ def without_looks(part: Any) -> Any:
 class TextPart(Body):
     type: Literal["text"]
     text: str
-    prompt_cache_breakpoint: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored.")
+    prompt_cache_breakpoint: _CacheMark = Field(None, description="Ignored.")
+    cache_control: _CacheMark = Field(None, description="Ignored.")
 
 
 class Function(Body):
@@ -42,6 +44,7 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of an object; absent: no parameters.")
     strict: bool | None = Field(None, description="Refuse keywords that grammars lack; otherwise they hold nothing.")
+    cache_control: _CacheMark = Field(None, description="Ignored.")
 
     @model_validator(mode="after")
     def _object(self) -> Function:
@@ -60,6 +63,7 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Function
+    cache_control: _CacheMark = Field(None, description="Ignored.")
 
 
 class NamedFunction(Body):
@@ -116,6 +120,8 @@ class Message(Body):
     parsed: Annotated[Any, Unkept] = Field(None, description="Ignored: OpenAI's client adds it to answers.")
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     provider_specific_fields: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored: LiteLLM's.")
+    thinking_blocks: Annotated[list[Any] | None, Unkept] = Field(None, description="Ignored: reasoning_content's copy.")
+    cache_control: _CacheMark = Field(None, description="Ignored.")
 
     @model_validator(mode="after")
     def _whole(self) -> Message:

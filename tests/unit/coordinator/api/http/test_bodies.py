@@ -294,6 +294,30 @@ def test_what_other_servers_take_and_changes_nothing_is_taken() -> None:
     }
 
 
+def test_marks_of_other_servers_caches_and_thoughts_change_nothing() -> None:
+    """As LiteLLM sends them on with its providers `openai` and `custom_openai`, and as its messages are sent back."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    thoughts = {
+        "reasoning_content": "Hm.",
+        "thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}],
+    }
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": [{"type": "text", "text": "Be short.", **mark}]},
+        {"role": "user", "content": "Hi.", **mark},
+        {"role": "assistant", "content": "So.", **thoughts, **mark},
+    ]
+    function = {"name": "f", "parameters": {"type": "object"}}
+    chat = ChatBody.model_validate(
+        {"messages": messages, "tools": [{"type": "function", "function": function | mark, **mark}]}
+    )
+    assert [message.plain for message in chat.messages] == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "So.", "reasoning_content": "Hm."},
+    ]
+    assert [tool.function.model_dump(exclude_none=True) for tool in chat.tools or ()] == [function]
+
+
 def test_text_parts_are_lines_of_their_own() -> None:
     """As vLLM joins them: two results of a tool would become one number."""
     chat, items = ([{"type": kind, "text": text} for text in ("12", "34")] for kind in ("text", "input_text"))
