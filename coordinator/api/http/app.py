@@ -150,8 +150,7 @@ class Api:
 
     async def fleet(self, request: Request) -> Response:
         """Return information on the coordinator and its workers."""
-        infos = self._sessions.worker_pool.infos()
-        workers: list[Any] = [asdict(worker) | {"role": worker.role.name.lower()} for worker in infos]
+        workers: list[Any] = [asdict(it) | {"role": it.role.name.lower()} for it in self._sessions.worker_pool.infos()]
         fleet: Fleet = {
             "version": version("outrider"),
             "coordinator_id": self._sessions.coordinator_id,

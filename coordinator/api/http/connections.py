@@ -88,6 +88,9 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def _should_upgrade(self) -> bool:
+        return False  # Java's client offers h2c with each request, and uvicorn would warn of WebSocket libraries
+
     def on_response_complete(self) -> None:
         self.known = self.known or KNOWN in self.scope
         self.timeout_keep_alive = KEEP_ALIVE_S if self.known else self._open_timeout_s  # type: ignore[assignment]

@@ -39,8 +39,7 @@ def body_of(error: OutriderError, status: int | None = None) -> Error:
 def respond(error: OutriderError, status: int | None = None) -> JSONResponse:
     status = status or error.http_status
     headers = {}
-    retry_after_ms = error.retry_after_ms or _RETRY_AFTER_MS.get(status)
-    if retry_after_ms is not None:
+    if (retry_after_ms := error.retry_after_ms or _RETRY_AFTER_MS.get(status)) is not None:
         headers["Retry-After"] = str(math.ceil(retry_after_ms / 1000))
         headers["Retry-After-Ms"] = str(retry_after_ms)
     if status == 401:

@@ -54,9 +54,8 @@ class RequestChecks:
             served = ", ".join(sorted(self._hosts - {""}))
             return InvalidRequest(message, field="Host", value=host, limit=served), 403
         origin = headers.get("origin")
-        if method in _SAFE or origin is None or ANY in self._origins or origin in self._origins:
-            return None
-        if _parsed(origin).netloc.lower() == host.lower():
+        own = origin is None or _parsed(origin).netloc.lower() == host.lower()
+        if own or method in _SAFE or not self._origins.isdisjoint({ANY, origin}):
             return None
         message = f"pages of {shorten(repr(origin))} may not call this; --cors-origins names those that may"
         return InvalidRequest(message, field="Origin", value=origin, limit=host), 403

@@ -160,3 +160,15 @@ def test_new_connections_replace_idle_ones_strangers_first_and_each_a_different_
     connections.leave(busy)
     held(connections, busy=True)
     assert not busy.transport.abort.called
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+async def test_an_offer_to_change_the_protocol_is_passed_over(
+    client: socket.socket, caplog: pytest.LogCaptureFixture, protocol: bytes
+) -> None:
+    """Java's HttpClient offers h2c with each request that has no TLS. The log told users to install a library."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n\r\n" % protocol
+    for _ in range(2):
+        await asyncio.get_running_loop().sock_sendall(client, (REQUEST % 10).removesuffix(b"\r\n") + offer)
+        assert await asyncio.wait_for(read(client, 10), 5.0) >= 10
+    assert not caplog.records
