@@ -46,6 +46,7 @@ class CoordinatorSettings(Settings, DrafterKey):
         0, ge=0, description="Tokens per minute of an API key, prompts and outputs together; 0: no limit."
     )
     max_request_sessions: int = Field(64, ge=1, description="Most choices of an HTTP request: n times its prompts.")
+    default_chat_tokens: int = Field(1024, ge=1, description="Length of an HTTP chat's answer without a limit, tokens.")
     open_metrics: bool = Field(False, description="Serve HTTP /metrics without an API key, as vLLM does, for tools.")
     mixed_verifiers: bool = Field(
         False,

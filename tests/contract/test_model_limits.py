@@ -80,7 +80,7 @@ async def limited(
         for name, limits in LIMITS.items():
             settings = CoordinatorSettings(
                 http_port=0, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5, api_keys=KEYS, model_limits=limits,
-                fleet_key="a-secret", default_model="target",
+                fleet_key="a-secret", default_model="target", default_chat_tokens=7 if name == "keys" else 1024,
             )  # fmt: skip
             service = CoordinatorService(settings, redis_server.url)
             address = await stack.enter_async_context(in_process(service, settings))
@@ -189,3 +189,16 @@ async def test_a_completion_without_a_length_gets_what_there_is(limited: dict[st
         short = await api.completions.create(model="target", prompt=[7] * 60)
         assert short.usage is not None
         assert short.usage.completion_tokens <= 4, "the context has room for no more"
+
+
+async def test_the_length_of_chats_without_a_limit_is_a_setting(limited: dict[str, Limited]) -> None:
+    """Agents and thinking models send none: theirs were cut after 1,024 tokens."""
+    wanted: dict[str, Any] = {"model": "target", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    async with limited["keys"].api() as api:
+        chat = await api.chat.completions.create(messages=[{"role": "user", "content": "x"}], **wanted)
+        response = await api.responses.create(input="x", **wanted)
+        completion = await api.completions.create(prompt="x", **wanted)
+    lengths = [each.usage and each.usage.completion_tokens for each in (chat, completion)]
+    assert lengths == [7, 16], "a completion has as many as OpenAI's"
+    assert response.usage is not None
+    assert response.usage.output_tokens == 7

@@ -82,14 +82,13 @@ def input_of(body: ChatOptions | CompletionBody, **given: Any) -> ClientRequest:
         "logprobs": body.num_logprobs,
         "grammar": _grammar(body),
         "top_k": max(0, body.top_k or 0),
-        "max_tokens": body.default_tokens if body.limit is None else body.limit,
+        **({} if body.limit is None else {"max_tokens": body.limit}),
     }
     return ClientRequest(
         params=from_plain(SamplingParams, params),
         speculation=from_plain(SpeculationOptions, wishes),
         cache_salt=body.cache_salt or "",
         max_tokens_given=body.limit is not None,
-        default_tokens=body.default_tokens,
         **given,
     )
 

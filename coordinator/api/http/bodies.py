@@ -23,6 +23,7 @@ from outrider.protocol.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARACTERS,
 from outrider.protocol.speculation import MAX_BRANCHES, MAX_DRAFT_WAIT_US, MAX_GAMMA
 
 MAX_CHOICES = 16
+DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 MAX_PROMPTS = 256  # where `--max-request-sessions` allows as many
 _PIECE = 1 << 16
 _MAX_TOKENS = 2**31 - 1
@@ -238,7 +239,6 @@ class GenerationBody(Body):
 class ChatOptions(GenerationBody):
     """Fields of a chat, besides its messages and tools."""
 
-    default_tokens: ClassVar[int] = 1_024
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS, description="The older name of max_completion_tokens.")
     logprobs: bool | None = None
@@ -266,7 +266,6 @@ class ChatOptions(GenerationBody):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    default_tokens: ClassVar[int] = 16  # OpenAI's
     most_values: ClassVar[int] = 1 << 20  # token ids
     prompt: (
         _Text
@@ -274,7 +273,7 @@ class CompletionBody(GenerationBody):
         | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    max_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS, description=f"Default {default_tokens}; 0 with echo.")
+    max_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS, description=f"Default {DEFAULT_TOKENS}; 0 with echo.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = Field(None, description="The prompt before the output, with its log probabilities.")
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Only equal to n.")

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from coordinator.api.http import responses
 from coordinator.api.http.answer import input_of, progress
-from coordinator.api.http.bodies import ChatOptions, CompletionBody
+from coordinator.api.http.bodies import DEFAULT_TOKENS, ChatOptions, CompletionBody
 from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import MAX_READ, Token
 from coordinator.sessions.session import Session
@@ -104,7 +104,8 @@ def plan_completion(
     body: CompletionBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], Replies[CompletionBody]]:
     """Return one input per prompt, each with its own seed if the body has none, and the formatter of replies."""
-    inputs = [input_of(body, prompt=it) if isinstance(it, str) else input_of(body, tokens=it) for it in body.prompts]
+    given: list[dict[str, Any]] = [{"prompt" if isinstance(it, str) else "tokens": it} for it in body.prompts]
+    inputs = [input_of(body, default_tokens=DEFAULT_TOKENS, **each) for each in given]
     return inputs, CompletionReplies(body, target, target.served_name)
 
 

@@ -63,7 +63,7 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Function
-    cache_control: _CacheMark = Field(None, description="Ignored.")
+    cache_control: Annotated[_CacheMark, Field(description="Ignored.")] = None
 
 
 class NamedFunction(Body):

@@ -63,7 +63,7 @@ def chat(**more: Any) -> ChatBody:
 
 
 def manner_for(template: str, **more: Any) -> Manner:
-    settings = cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto"))
+    settings = CoordinatorSettings(tool_parser="auto")
     return chat_input(chat(**more), target_of(template), settings)[1]
 
 
@@ -168,7 +168,7 @@ def test_the_template_shows_the_dialect_unless_one_is_named() -> None:
 
 def rendered(template: str, **more: Any) -> str:
     """Return the prompt of a chat, as its target's template writes it."""
-    settings = cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto"))
+    settings = CoordinatorSettings(tool_parser="auto")
     target, body = target_of(template), chat(**more)
     made = chat_of(body, body.tools or (), manner_of(target, settings.tool_parser))
     tools = [*made.tools] or None

@@ -116,7 +116,7 @@ def test_thoughts_that_may_begin_a_stop_string_stay_thoughts(special: bool) -> N
 def test_an_answer_is_content_where_the_request_asks_for_no_thoughts(more: dict[str, Any], kind: PartKind) -> None:
     target = target_with(special=True)
     target.tokenizer.chat_template = THINKS
-    _, manner = chat_input(chat(**more), target, cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto")))
+    _, manner = chat_input(chat(**more), target, CoordinatorSettings(tool_parser="auto"))
     assert read(target, manner, "Paris.") == {kind: "Paris."}
 
 
@@ -128,7 +128,7 @@ def test_thoughts_of_magistral_are_apart(special: bool, tools: Any) -> None:
     target.tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{# [THINK][/THINK][TOOL_CALLS][ARGS] {{ tools }} #}"
     )
-    settings = cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto"))
+    settings = CoordinatorSettings(tool_parser="auto")
     request, manner = chat_input(chat(tools=tools), target, settings)
     said = "Yes." if tools is None else "[TOOL_CALLS]f[ARGS]{}"
     found = read(target, manner, f"[THINK]Hm.[/THINK]{said}", tools=tools)
@@ -146,10 +146,10 @@ def test_thoughts_of_magistral_are_apart(special: bool, tools: Any) -> None:
 @pytest.mark.parametrize("continued", [True, False])
 def test_what_the_grammar_constrains_as_a_call_is_read_as_one(continued: bool, form: str) -> None:
     """An answer that continues a message has no thoughts, and calls begin the answer in some dialects."""
-    target, settings = target_of(tokens=False), SimpleNamespace(tool_parser=DIALECTS[form].name)
+    target, settings = target_of(tokens=False), CoordinatorSettings(tool_parser=DIALECTS[form].name)
     target.tokenizer.chat_template = THINKS.replace("<think>{% endif %}{% endif %}", "{% endif %}{% endif %}")
     body = chat(tools=TOOLS, add_generation_prompt=not continued, continue_final_message=continued)
-    request, manner = chat_input(body, target, cast(CoordinatorSettings, settings))
+    request, manner = chat_input(body, target, settings)
     good, bad = ("<think>Hm.</think>" + manner.dialect.write("f", given) for given in ({}, {"a": 1}))
     grammar = target.grammars.compile(request.params)
     allowed = [grammar.count_allowed(tokens) == len(tokens) for tokens in map(list, map(target.encode, (good, bad)))]
@@ -168,7 +168,7 @@ ONE_CALL = (
 
 @pytest.mark.parametrize("template", [ONE_CALL, ONE_CALL.replace("single tool-calls", "").replace("== 1", "> 0")])
 def test_an_answer_has_no_more_calls_than_its_template_takes_back(template: str) -> None:
-    target, settings = target_of(tokens=False), cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto"))
+    target, settings = target_of(tokens=False), CoordinatorSettings(tool_parser="auto")
     target.tokenizer.chat_template = template
     for count in (1, 2):
         request, manner = chat_input(chat(tools=TOOLS), target, settings)
@@ -192,7 +192,7 @@ GEMMA = (
 
 
 def test_tools_are_told_in_the_first_message_where_none_of_the_system_may_be() -> None:
-    target, settings = target_of(tokens=False), cast(CoordinatorSettings, SimpleNamespace(tool_parser="auto"))
+    target, settings = target_of(tokens=False), CoordinatorSettings(tool_parser="auto")
     target.tokenizer.chat_template = GEMMA
     request, manner = chat_input(chat(tools=TOOLS), target, settings)
     assert request.chat is not None
@@ -266,7 +266,7 @@ def test_keywords_that_grammars_lack_are_refused_of_strict_tools_only(
     """Tools of MCP servers have them, which no client can change."""
     target = target_of(tokens=False)
     target.tokenizer.chat_template = "{{ tools }}"
-    settings = cast(CoordinatorSettings, SimpleNamespace(tool_parser=DIALECTS[form].name))
+    settings = CoordinatorSettings(tool_parser=DIALECTS[form].name)
     schema = {"properties": {"m": field, "n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
     def allowed(arguments: dict[str, Any], **tool: Any) -> bool:
@@ -288,7 +288,7 @@ def test_keywords_that_grammars_lack_are_refused_of_strict_formats_only(field: d
     """Instructor sends schemas of pydantic models without `strict`, with which OpenAI takes any."""
     target = target_of(tokens=False)
     target.tokenizer.chat_template = "{{ tools }}"
-    settings = cast(CoordinatorSettings, SimpleNamespace(tool_parser="llama3"))
+    settings = CoordinatorSettings(tool_parser="llama3")
     schema = {"properties": {"m": field, "n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
     def allowed(text: str, **more: Any) -> bool:
