@@ -581,6 +581,7 @@ async def test_an_answer_is_any_json_object_or_matches_an_expression(api: AsyncO
     ("given", "form"),
     [
         ({"json": SCHEMA, "regex": None}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
+        ({"json": json.dumps(SCHEMA)}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
         ({"json_object": True}, {"type": "json_object"}),
         ({"regex": "(yes|no), [0-9]{3}"}, {"type": "regex", "regex": "(yes|no), [0-9]{3}"}),
         ({"choice": ["a.b\n/", "(yes", "no"]}, {"type": "regex", "regex": r"a\.b\n/|\(yes|no"}),

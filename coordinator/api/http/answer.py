@@ -101,7 +101,7 @@ def _grammar(body: GenerationBody) -> Grammar | None:
     given, wanted = body.structured_outputs, body.response_format
     FIELD_NAMES.get({}).setdefault("params.grammar", "structured_outputs" if given else "response_format")
     if given is not None:
-        schema = "" if given.json_ is None else json.dumps(given.json_)
+        schema = given.json_ or "" if isinstance(given.json_, str | None) else json.dumps(given.json_)
         pattern = given.regex or "|".join(map(re.escape, given.choice or ()))
         return Grammar(json_schema=schema, json_object=bool(given.json_object), regex=pattern)
     if wanted is None or wanted.type == "text":

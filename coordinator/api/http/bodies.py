@@ -150,7 +150,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's form of `response_format`; exactly one field is given."""
 
-    json_: dict[str, Any] | None = Field(None, alias="json", description="JSON schema.")
+    json_: dict[str, Any] | _Text | None = Field(None, alias="json", description="JSON schema, or its text.")
     json_object: Literal[True] | None = None
     regex: _Text | None = Field(None, description="Pattern that the whole output must match.")
     choice: Annotated[list[_Text], Field(min_length=1, fail_fast=True)] | None = Field(None, description="Its texts.")
