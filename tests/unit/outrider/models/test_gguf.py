@@ -582,9 +582,12 @@ def test_a_word_that_is_a_token_needs_no_merge_in_llama3(
         assert begun[:-1] == [tokenizer.bos_token_id] * begins
 
 
-@pytest.mark.parametrize(("stated", "ids"), [(None, [4, 1]), (True, [4, 1]), (False, [2, 1])])
+@pytest.mark.parametrize(
+    ("architecture", "stated", "ids"),
+    [("llama", None, [4, 1]), ("llama", True, [4, 1]), ("llama", False, [2, 1]), ("gemma2", False, [2, 1])],
+)
 def test_a_space_is_put_first_unless_the_file_says_no(
-    stated: bool | None, ids: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, stated: bool | None, ids: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of SentencePiece's tokenizers. Without that space none is taken from the beginning of an output either."""
     tokens = ["<unk>", "b", "a", "▁", "▁a", *(f"[PAD{number}]" for number in range(SMALL.vocab - 5))]
@@ -600,23 +603,29 @@ def test_a_space_is_put_first_unless_the_file_says_no(
     monkeypatch.setattr(gguf.GGUFWriter, "add_token_list", lambda writer, _: add_tokens(writer, tokens))
     monkeypatch.setattr(gguf.GGUFWriter, "add_token_types", lambda writer, _: None)
     monkeypatch.setattr(gguf.GGUFWriter, "add_token_merges", lambda writer, _: None)
-    for tokenizer in tokenizers_of(scaled_file(tmp_path), tmp_path):
+    for tokenizer in tokenizers_of(scaled_file(tmp_path, architecture), tmp_path):
         assert tokenizer.encode("ab", add_special_tokens=False) == ids
         assert tokenizer.decode([4, 1]) == ("ab" if stated is not False else " ab")
         assert max(tokenizer.get_vocab().values()) < SMALL.vocab, "without <s> and </s>, which this file has not"
 
 
-def test_the_end_token_is_added_where_the_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    describe = gguf.GGUFWriter.add_eos_token_id
-    end = SMALL.vocab - 1
-    for added in (False, True):
-        path = tmp_path / f"{added}.gguf"
-        with monkeypatch.context() as patch:
-            stated = lambda writer, it: (describe(writer, it), writer.add_add_eos_token(added))  # noqa: B023, E731
-            patch.setattr(gguf.GGUFWriter, "add_eos_token_id", stated)
-            write_gguf(path, SMALL, lambda _: "Q8_0")
-        for tokenizer in tokenizers_of(path, tmp_path):
-            assert (tokenizer.encode("a")[-1] == end) == added
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("pre", ["smollm", "llama-bpe"])
+def test_tokens_are_added_to_a_text_where_the_file_says_so(
+    pre: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, added: bool
+) -> None:
+    """Whatever is usual for its rule."""
+    describe, end = gguf.GGUFWriter.add_eos_token_id, SMALL.vocab - 1
+
+    def stated(writer: gguf.GGUFWriter, number: int) -> None:
+        describe(writer, number)
+        writer.add_add_bos_token(added)
+        writer.add_add_eos_token(added)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_eos_token_id", stated)
+    for tokenizer in tokenizers_of(scaled_file(tmp_path, pre=pre), tmp_path):
+        whole, plain = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+        assert whole == ([end, *plain, end] if added else plain)
 
 
 def with_template(path: Path, template: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
