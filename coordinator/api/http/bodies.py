@@ -25,6 +25,7 @@ from outrider.protocol.speculation import MAX_BRANCHES, MAX_DRAFT_WAIT_US, MAX_G
 MAX_CHOICES = 16
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 MAX_PROMPTS = 256  # where `--max-request-sessions` allows as many
+_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})  # of any part; LiteLLM sends them to every server
 _PIECE = 1 << 16
 _MAX_TOKENS = 2**31 - 1
 
@@ -65,7 +66,8 @@ class Body(BaseModel):
             return data
         known = {field.alias or name: field for name, field in cls.model_fields.items()}
         # Null changes nothing: newer clients have more fields. Those of another type are named by that.
-        unknown = next((name for name, value in data.items() if name not in known and value is not None), None)
+        given = (name for name, value in data.items() if value is not None and name not in _MARKS)
+        unknown = next((name for name in given if name not in known), None)
         kinds = get_args(known["type"].annotation) if "type" in known else ()
         if unknown is not None and (not kinds or data.get("type", kinds[0]) in kinds):
             fault = InitErrorDetails(type="extra_forbidden", loc=(unknown,), input=data[unknown])

@@ -17,7 +17,6 @@ MAX_PARTS = 1_000
 MAX_TOOLS = 128
 _LOOKS = re.compile(r"(?<!\\)(?:\\\\)*(?:\\[bBk1-9]|\(\?<?[=!])")  # around in a pattern, or back
 _FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
-_CacheMark = Annotated[dict[str, Any] | None, Unkept]  # LiteLLM and agents send it to every server
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 TemplateVariables = dict[Literal["enable_thinking", "thinking"], bool]
@@ -35,8 +34,6 @@ def without_looks(part: Any) -> Any:
 class TextPart(Body):
     type: Literal["text"]
     text: str
-    prompt_cache_breakpoint: _CacheMark = Field(None, description="Ignored.")
-    cache_control: _CacheMark = Field(None, description="Ignored.")
 
 
 class Function(Body):
@@ -44,7 +41,6 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of an object; absent: no parameters.")
     strict: bool | None = Field(None, description="Refuse keywords that grammars lack; otherwise they hold nothing.")
-    cache_control: _CacheMark = Field(None, description="Ignored.")
 
     @model_validator(mode="after")
     def _object(self) -> Function:
@@ -63,7 +59,6 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Function
-    cache_control: Annotated[_CacheMark, Field(description="Ignored.")] = None
 
 
 class NamedFunction(Body):
@@ -121,7 +116,6 @@ class Message(Body):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     provider_specific_fields: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored: LiteLLM's.")
     thinking_blocks: Annotated[list[Any] | None, Unkept] = Field(None, description="Ignored: reasoning_content's copy.")
-    cache_control: _CacheMark = Field(None, description="Ignored.")
 
     @model_validator(mode="after")
     def _whole(self) -> Message:
@@ -165,9 +159,8 @@ class ChatFields(Body):
     def variables(self) -> dict[str, Any]:
         """Return further variables of the chat template; those that are named precede what an effort means."""
         effort, named = self.reasoning_effort, self.chat_template_kwargs or {}
-        thinks = effort and effort != "none"
-        asked = {"verbosity": self.verbosity, "reasoning_effort": effort, "enable_thinking": thinks}
-        return {str(name): value for name, value in (*asked.items(), *named.items()) if value is not None}
+        own = {"verbosity": self.verbosity, "reasoning_effort": effort, "enable_thinking": effort and effort != "none"}
+        return {str(name): value for name, value in (*own.items(), *named.items()) if value is not None}
 
     @model_validator(mode="after")
     def _one_end_and_distinct_tools(self) -> ChatFields:

@@ -29,7 +29,6 @@ class ItemText(Body):
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
     annotations: Annotated[list[Any] | None, Unkept] = Field(None, description="Ignored.")
-    prompt_cache_breakpoint: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored.")
     logprobs: Annotated[list[Any] | None, Unkept] = Field(None, description="Ignored.")
     parsed: Annotated[Any, Unkept] = Field(None, description="Ignored: OpenAI's clients add it to answers.")
 
