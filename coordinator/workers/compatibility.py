@@ -24,12 +24,7 @@ class Compatibility:
     """Check of workers against the targets. A verifier may define a new one."""
 
     def __init__(
-        self,
-        fleet: FleetKeys,
-        targets: KnownTargets,
-        verifiers: Callable[[str], Sized],
-        *,
-        mixed: bool = False,
+        self, fleet: FleetKeys, targets: KnownTargets, verifiers: Callable[[str], Sized], *, mixed: bool = False
     ) -> None:
         """Make the checks; `verifiers` returns those of a target."""
         self._targets = targets

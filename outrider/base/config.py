@@ -153,9 +153,7 @@ class WorkerSettings(Settings):
         "transformers, or mock (no model, for measuring overhead). A named engine runs, or the start fails.",
     )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads for the model; 0 lets torch choose.")
-    kv_tokens: int = Field(
-        KV_TOKENS, ge=64, le=1 << 28, description="KV cache capacity, tokens of all sessions together."
-    )
+    kv_tokens: int = Field(KV_TOKENS, ge=64, le=1 << 28, description="KV cache capacity, tokens of all sessions.")
     prefix_tokens: int = Field(
         -1, ge=-1, description="Cached tokens of ended sessions to keep; -1: an eighth of --kv-tokens, on CUDA all."
     )

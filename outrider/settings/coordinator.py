@@ -32,9 +32,7 @@ class CoordinatorSettings(Settings, DrafterKey):
     drafters_per_session: int = Field(1, ge=1, le=8, description="Maximum number of drafters per session.")
     heartbeat_ms: int = Field(1000, ge=50, description="Interval of workers' reports, ms; lost after five without one.")
     worker_wait_s: float = Field(30.0, ge=0, description="Time that a session waits for a verifier, seconds.")
-    verdict_timeout_s: float = Field(
-        10.0, gt=0, description="Timeout for a verdict, seconds, longer for prompts; then the verifier is replaced."
-    )
+    verdict_timeout_s: float = Field(10.0, gt=0, description="Timeout for a verdict, seconds; longer for prompts.")
     session_ttl_s: int = Field(3600, ge=10, description="Life of a session in Redis after its last write, seconds.")
     api_keys: SecretStr = Field(
         SecretStr(""),
@@ -42,9 +40,7 @@ class CoordinatorSettings(Settings, DrafterKey):
     )
     default_max_sessions: int = Field(0, ge=0, description="Concurrent sessions of an API key; 0: a fair share of all.")
     default_requests_per_minute: int = Field(0, ge=0, description="Requests per minute of an API key; 0: no limit.")
-    default_tokens_per_minute: int = Field(
-        0, ge=0, description="Tokens per minute of an API key, prompts and outputs together; 0: no limit."
-    )
+    default_tokens_per_minute: int = Field(0, ge=0, description="Tokens per minute, with prompts, of a key; 0: any.")
     max_request_sessions: int = Field(64, ge=1, description="Most choices of an HTTP request: n times its prompts.")
     default_chat_tokens: int = Field(1024, ge=1, description="Length of an HTTP chat's answer without a limit, tokens.")
     open_metrics: bool = Field(False, description="Serve HTTP /metrics without an API key, as vLLM does, for tools.")

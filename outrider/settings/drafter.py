@@ -39,9 +39,7 @@ class DrafterSettings(WorkerSettings, DrafterKey):
     )
     suffix_shared_tokens: int = Field(65_536, ge=0, description="suffix: tokens kept of ended sessions per salt.")
     suffix_factor: float = Field(2.0, gt=0, le=64, description="suffix: maximum length of a guess per matched token.")
-    suffix_certainty: float = Field(
-        0.1, gt=0, le=1, description="suffix: minimum probability that all guesses up to a token hold."
-    )
+    suffix_certainty: float = Field(0.1, gt=0, le=1, description="suffix: least probability that a token's path holds.")
     ngram_max: int = Field(4, ge=1, le=16, description="ngram: longest sequence to look up, tokens.")
     ngram_min: int = Field(2, ge=1, le=16, description="ngram: shortest sequence to look up, tokens.")
 

@@ -40,9 +40,7 @@ class VerifierSettings(WorkerSettings, DrafterKey):
     vllm_args: str = Field("", description="With --engine vllm: further arguments of `vllm serve`.")
     max_waiting: int = Field(256, ge=0, description="Maximum number of sessions that wait for KV cache.")
     prefill_rows: int = Field(512, ge=1, description="Maximum number of prompt tokens per step.")
-    prefill_stretch: float = Field(
-        1.6, ge=1.1, le=1000, description="Maximum factor by which prompt tokens lengthen a step while sessions decode."
-    )
+    prefill_stretch: float = Field(1.6, ge=1.1, le=1000, description="Most by which prompts lengthen others' steps.")
     tenant_stretch: float = Field(
         1.05,
         ge=1.01,

@@ -128,7 +128,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    name: str | None = Field(max_length=64)
+    name: str | None = Field(None, max_length=64)
     schema_: dict[str, Any] | None = Field(None, alias="schema", description="Absent: any JSON object.")
     description: str | None = None
     strict: bool | None = Field(None, description="Refuse what grammars lack; in chats it holds nothing otherwise.")

@@ -111,7 +111,6 @@ class FunctionChoice(chats.NamedFunction):
 
 class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = Field(None, max_length=64)
 
     @model_validator(mode="after")
     def _complete(self) -> TextFormat:
