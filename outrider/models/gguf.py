@@ -117,6 +117,8 @@ def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
             raise StartupError.of("general.architecture", architecture, "another: load the model's safetensors instead")
         config = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF)
         tokenizer = _tokenizer_of(folder, reader)
+    turns = {it: number for it, number in tokenizer.get_vocab().items() if it in _TURN_ENDS}  # special, of any type
+    tokenizer.add_tokens([AddedToken(it, normalized=False, special=True) for it in turns], special_tokens=True)
     save_tokenizer(tokenizer, folder)
     for name, attribute in _SIZES.items():
         if attribute in vars(config) and (field := reader.fields.get(f"{architecture}.{name}")) is not None:
@@ -126,8 +128,7 @@ def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
     if architecture in {*_ARCHITECTURES, "phi3", "starcoder2", "stablelm", "nemotron"}:
         _check_tensors({it.name for it in reader.tensors}, architecture, model)
     ends = [reader.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    turns = {number for token, number in tokenizer.get_vocab().items() if token in _TURN_ENDS}
-    model.generation_config.eos_token_id = sorted({end.contents() for end in ends if end is not None} | turns) or None
+    model.generation_config.eos_token_id = sorted({*turns.values(), *(it.contents() for it in ends if it)}) or None
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)

@@ -119,9 +119,9 @@ async def test_a_batch_of_prompts_is_as_long_as_the_limit_of_answers(api: AsyncO
     assert [choice.index for choice in found.choices] == list(range(20))
     assert [choice.text[: len(prompt)] for choice, prompt in zip(found.choices, prompts, strict=True)] == prompts
     assert found.choices[-1].text == prompts[-1] + last.choices[0].text
-    with pytest.raises(openai.BadRequestError, match="prompt is 65 answers in all, must be at most 64"):
+    with pytest.raises(openai.BadRequestError, match="prompt is 65 answers, must be at most 64"):
         await api.completions.create(prompt=["x"] * 65, **body)
-    with pytest.raises(openai.BadRequestError, match="n is 66 answers in all, must be at most 64"):
+    with pytest.raises(openai.BadRequestError, match="n is 66 answers, must be at most 64"):
         await api.completions.create(prompt=["x"] * 33, **body, n=2)
 
 
@@ -581,7 +581,6 @@ async def test_an_answer_is_any_json_object_or_matches_an_expression(api: AsyncO
     ("given", "form"),
     [
         ({"json": SCHEMA, "regex": None}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
-        ({"json": json.dumps(SCHEMA)}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
         ({"json_object": True}, {"type": "json_object"}),
         ({"regex": "(yes|no), [0-9]{3}"}, {"type": "regex", "regex": "(yes|no), [0-9]{3}"}),
         ({"choice": ["a.b\n/", "(yes", "no"]}, {"type": "regex", "regex": r"a\.b\n/|\(yes|no"}),

@@ -60,7 +60,7 @@ async def requests_of(
     """Return a request per choice, in the order of the inputs of `size` bytes, after the same checks as over gRPC."""
     count, most = body.choices * len(inputs), settings.max_request_sessions
     if count > most:
-        raise InvalidRequest.of("n" if body.n else "prompt", f"{count} answers in all", f"at most {most} a request")
+        raise InvalidRequest.of("n" if body.choices > 1 else "prompt", f"{count} answers", f"at most {most} a request")
     requests: list[SessionRequest] = []
     for request in inputs:
         ready = replace(await prepare(request, size, target, settings), drawn_seed=body.seed is None)
@@ -101,7 +101,7 @@ def _grammar(body: GenerationBody) -> Grammar | None:
     given, wanted = body.structured_outputs, body.response_format
     FIELD_NAMES.get({}).setdefault("params.grammar", "structured_outputs" if given else "response_format")
     if given is not None:
-        schema = given.json_ or "" if isinstance(given.json_, str | None) else json.dumps(given.json_)
+        schema = "" if given.json_ is None else json.dumps(given.json_)
         pattern = given.regex or "|".join(map(re.escape, given.choice or ()))
         return Grammar(json_schema=schema, json_object=bool(given.json_object), regex=pattern)
     if wanted is None or wanted.type == "text":

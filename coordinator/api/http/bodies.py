@@ -152,7 +152,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's form of `response_format`; exactly one field is given."""
 
-    json_: dict[str, Any] | _Text | None = Field(None, alias="json", description="JSON schema, or its text.")
+    json_: dict[str, Any] | None = Field(None, alias="json", description="JSON schema.")
     json_object: Literal[True] | None = None
     regex: _Text | None = Field(None, description="Pattern that the whole output must match.")
     choice: Annotated[list[_Text], Field(min_length=1, fail_fast=True)] | None = Field(None, description="Its texts.")
@@ -222,7 +222,7 @@ class GenerationBody(Body):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream")
         if self.structured_outputs and self.response_format and self.response_format.type != "text":
-            raise ValueError("structured_outputs and response_format are the same field")
+            raise ValueError("structured_outputs excludes another format")
         return self
 
     @property

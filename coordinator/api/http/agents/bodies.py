@@ -12,23 +12,28 @@ from coordinator.api.http.bodies import Body, ChatOptions, CompletionBody, Token
 from outrider.protocol.field_limits import LONGEST, OTHER
 from outrider.speculation.grammar import CONSTANTS
 
-MAX_MESSAGES = 1_000  # besides the instructions of a response
-MAX_PARTS = 1_000
+MAX_MESSAGES = MAX_PARTS = 1_000  # besides the instructions of a response
 MAX_TOOLS = 128
-_LOOKS = re.compile(r"(?<!\\)(?:\\\\)*(?:\\[bBk1-9]|\(\?<?[=!])")  # around in a pattern, or back
+_LOOKS = re.compile(r"(?<!\\)(?:\\\\)*(?:\\[bBk1-9]|\(\?(?:<?[=!]|P=))")  # around in a pattern, or back
 _FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 TemplateVariables = dict[Literal["enable_thinking", "thinking"], bool]
 
 
-def without_looks(part: Any) -> Any:
+def lenient(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema in which what grammars lack constrains nothing."""
+    own = schema.get("x-guidance")
+    options = {"lenient": True, **own} if isinstance(own, dict) else own or {"lenient": True}
+    return {**_bare(schema), "x-guidance": options}
+
+
+def _bare(part: Any) -> Any:
     """Return a part of a schema without patterns that look around or back."""
     if isinstance(part, dict):
         looks = isinstance(pattern := part.get("pattern"), str) and _LOOKS.search(pattern)
-        kept = {key: it for key, it in part.items() if key != "pattern" or not looks}
-        return {key: it if key in CONSTANTS else without_looks(it) for key, it in kept.items()}
-    return [without_looks(it) for it in part] if isinstance(part, list) else part
+        return {key: it if key in CONSTANTS else _bare(it) for key, it in part.items() if not looks or key != "pattern"}
+    return [_bare(it) for it in part] if isinstance(part, list) else part
 
 
 class TextPart(Body):
@@ -51,9 +56,7 @@ class Function(Body):
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
         given = self.parameters or {"properties": {}, "additionalProperties": False}
-        own = given.get("x-guidance")
-        options = {"lenient": not self.strict, **own} if isinstance(own, dict) else own or {"lenient": not self.strict}
-        return {"type": "object", **(given if self.strict else without_looks(given)), "x-guidance": options}
+        return {"type": "object", **(given if self.strict else lenient(given))}
 
 
 class Tool(Body):

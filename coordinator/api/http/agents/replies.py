@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from coordinator.api.http import responses
-from coordinator.api.http.agents.bodies import ChatBody, without_looks
+from coordinator.api.http.agents.bodies import ChatBody, lenient
 from coordinator.api.http.agents.dialects import Manner, manner_of, opens_thinking
 from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
 from coordinator.api.http.agents.prompts import chat_of
@@ -45,7 +45,7 @@ def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) ->
     grammar = request.params.grammar
     form = body.response_format and body.response_format.json_schema
     if form and form.schema_ is not None and not form.strict:
-        grammar = Grammar(json_schema=json.dumps({"x-guidance": {"lenient": True}} | without_looks(form.schema_)))
+        grammar = Grammar(json_schema=json.dumps(lenient(form.schema_)))
     thinks = manner.thinks and body.add_generation_prompt and (required is not None or grammar is None)
     manner = replace(manner, thinks=thinks, thinking=thinks and opens_thinking(target, chat, manner.thoughts[0]))
     if required is not None:

@@ -169,14 +169,14 @@ class ResponsesBody(GenerationBody):
         same = (*GenerationBody.model_fields, "parallel_tool_calls", "chat_template_kwargs")
         given: dict[str, Any] = {name: getattr(self, name) for name in same}
         given |= {"tool_choice": self.tool_choice, "max_completion_tokens": self.max_output_tokens}
-        given["reasoning_effort"] = None if self.reasoning is None else self.reasoning.effort
         if isinstance(self.tool_choice, FunctionChoice):
             given["tool_choice"] = chats.ToolChoice(type="function", function=self.tool_choice)
         given["tools"] = [chats.Tool(type="function", function=tool) for tool in self.tools or ()]
         text = self.text or TextOptions()
-        given["verbosity"] = text.verbosity
+        given |= {"verbosity": text.verbosity, "reasoning_effort": self.reasoning and self.reasoning.effort}
         if (form := text.format) is not None:
-            given["response_format"] = ResponseFormat.model_construct(type=form.type, json_schema=form)
+            schema = form if form.type == "json_schema" else None
+            given["response_format"] = ResponseFormat.model_construct(type=form.type, json_schema=schema)
         return chats.ChatBody(messages=_messages(self.instructions, self.input), **given)
 
 

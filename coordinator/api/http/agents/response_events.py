@@ -87,13 +87,11 @@ class ResponseReplies:
                 yield {"type": "response.failed", "response": response, "sequence_number": number}
 
     async def _events(self, session: Session) -> AsyncGenerator[Json, None]:
-        output = _Output(session)
-        begun = False
+        output, names = _Output(session), ["created", "in_progress"]
         async with contextlib.aclosing(progress([session])) as updates:
             async for _, tokens in updates:
-                for name in () if begun else ("created", "in_progress"):
-                    yield {"type": f"response.{name}", "response": self._response(session, "in_progress", [])}
-                begun = True
+                while names:
+                    yield {"type": f"response.{names.pop(0)}", "response": self._response(session, "in_progress", [])}
                 for part in self._reader.read(session, tokens, ended=not tokens):
                     for event in output.add(part):
                         yield event
@@ -179,8 +177,7 @@ class _Output:
         item = self.items[-1]
         item["status"] = status
         if self._kind is PartKind.CALL:
-            call = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("function_call_arguments.done", **call)
+            yield self._event("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
             [part] = item["content"]
             yield self._text_event("done", text=part["text"])

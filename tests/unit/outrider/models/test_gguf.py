@@ -765,14 +765,26 @@ def test_the_end_of_a_turn_ends_a_text(tmp_path: Path, monkeypatch: pytest.Monke
         ("qwen2", []),
     ],
 )
+@pytest.mark.parametrize("kind", [3, 4], ids=["control", "user-defined"])
 def test_a_turn_ends_a_text_even_if_the_file_does_not_name_its_end(
-    architecture: str, ends: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, ends: list[str], kind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of Llama 3.1 name no <|eom_id|>, many of Phi-3, Gemma 2 and Gemma 3 no end of a turn: chats went on."""
+    """Those of Llama 3.1 name no <|eom_id|>, many of Phi-3, Gemma 2 and Gemma 3 no end of a turn: chats went on.
+
+    Files of Phi-3 and merged models have them as ordinary tokens, and answers showed them.
+    """
+    written = gguf.GGUFWriter.add_token_types
+
+    def write_types(writer: gguf.GGUFWriter, types: list[int]) -> None:
+        written(writer, [*types[: -1 - len(ends)], *[kind] * len(ends), types[-1]])
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_token_types", write_types)
     monkeypatch.setattr(gguf_files, "EOS", "<|endoftext|>")
     path = write_gguf(tmp_path / "ends.gguf", SMALL, lambda _: "F16", architecture, pre="qwen2", added=ends)
-    config = GenerationConfig.from_pretrained(locate(str(path), print))
+    folder = locate(str(path), print)
+    config = GenerationConfig.from_pretrained(folder)
     assert config.eos_token_id == list(range(SMALL.vocab - 1 - len(ends), SMALL.vocab))
+    assert load_tokenizer(Path(folder)).decode(config.eos_token_id, skip_special_tokens=True) == ""
 
 
 @pytest.mark.parametrize("part", [0.0, 0.2, 0.9], ids=["empty", "header", "most"])

@@ -284,7 +284,10 @@ def test_keywords_that_grammars_lack_are_refused_of_strict_tools_only(
 
 @pytest.mark.parametrize("field", LACKED)
 @pytest.mark.parametrize("api", ["chat", "beside tools", "response"])
-def test_keywords_that_grammars_lack_are_refused_of_strict_formats_only(field: dict[str, Any], api: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"x-guidance": {"whitespace_pattern": "[ ]"}}], ids=["plain", "guided"])
+def test_keywords_that_grammars_lack_are_refused_of_strict_formats_only(
+    field: dict[str, Any], api: str, options: dict[str, Any]
+) -> None:
     """Instructor sends schemas of pydantic models without `strict`, with which OpenAI takes any."""
     target = target_of(tokens=False)
     target.tokenizer.chat_template = "{{ tools }}"
@@ -292,7 +295,7 @@ def test_keywords_that_grammars_lack_are_refused_of_strict_formats_only(field: d
     schema = {"properties": {"m": field, "n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
     def allowed(text: str, **more: Any) -> bool:
-        form = {"name": "f", "schema": {"type": "object", **schema}, **more}
+        form = {"name": "f", "schema": {"type": "object", **schema, **options}, **more}
         wanted = {"response_format": {"type": "json_schema", "json_schema": form}}
         body = chat(**wanted, tools=TOOLS * (api == "beside tools"))
         if api == "response":
@@ -320,7 +323,7 @@ def test_only_patterns_that_look_around_or_back_are_left_out() -> None:
         {"enum": [{"pattern": r"\b"}], "default": None},
     ]
     assert [taken({"a": part}) for part in kept] == [{"a": part} for part in kept]
-    left = ("(?=a)", "(?!a)", "(?<=a)", "(?<!a)", r"\bword", r"\\\Bx", r"(a)\1", r"(?<n>a)\k<n>")
+    left = ("(?=a)", "(?!a)", "(?<=a)", "(?<!a)", r"\bword", r"\\\Bx", r"(a)\1", r"(?<n>a)\k<n>", "(?P<n>a)(?P=n)")
     nested = {"a": {"anyOf": [{"items": [{"type": "string", "pattern": pattern}]} for pattern in left]}}
     assert taken(nested)["a"]["anyOf"] == [{"items": [{"type": "string"}]}] * len(left)
     assert taken(nested, strict=True) == nested

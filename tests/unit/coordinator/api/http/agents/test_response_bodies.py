@@ -91,3 +91,11 @@ def test_numbers_that_the_reply_cannot_repeat_are_refused(given: str) -> None:
     for number in ("1e400", "-1e400"):
         with pytest.raises(ValidationError):
             ResponsesBody.model_validate(from_json(given % number, allow_inf_nan=False) | {"input": "Hi."})
+
+
+@pytest.mark.parametrize("kind", ["text", "json_object"])
+def test_formats_without_a_schema_are_those_of_a_chat(kind: str) -> None:
+    """The first is OpenAI's default, and what answers say of themselves."""
+    chat = ResponsesBody.model_validate({"input": "x", "text": {"format": {"type": kind}}}).chat
+    assert chat.response_format is not None
+    assert (chat.response_format.type, chat.response_format.json_schema) == (kind, None)
