@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,13 @@ class Models:
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for sockets, whose paths have 107 bytes at most. Pytest's own grow with the number of runs."""
+    with tempfile.TemporaryDirectory(prefix="o-") as name:
+        yield Path(name)
 
 
 @pytest.fixture(scope="session")

@@ -31,9 +31,7 @@ class DrafterSettings(WorkerSettings, DrafterKey):
         "float16",
         description="Number format of hidden states on the wire; fp8 halves their bytes and costs acceptance.",
     )
-    draft_candidates: int = Field(
-        24, ge=1, le=32, description="Candidate ids per guess in rejection and block mode; fewer: smaller messages."
-    )
+    draft_candidates: int = Field(24, ge=1, le=32, description="Candidate ids per guess in rejection and block mode.")
     draft_vocabulary: str = Field(
         "", description="JSON file with the ids that a model may draft, as a list or under 'ids'; empty: all."
     )

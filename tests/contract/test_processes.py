@@ -330,15 +330,15 @@ def test_a_wrong_address_is_told_before_a_model_is_loaded() -> None:
     assert_told(run("verifier", "--coordinators", "here"), 1, "coordinators is 'here', must be host:port")
 
 
-def test_a_closed_terminal_ends_a_service_in_order(tmp_path: Path) -> None:
-    with started("coordinator", "--port", "0", "--http-port", "-1", TMPDIR=str(tmp_path)) as serving:
+def test_a_closed_terminal_ends_a_service_in_order(short_path: Path) -> None:
+    with started("coordinator", "--port", "0", "--http-port", "-1", TMPDIR=str(short_path)) as serving:
         assert serving.stdout is not None
         assert any("serving" in line for line in serving.stdout)
         serving.send_signal(signal.SIGHUP)
         rest, _ = serving.communicate(timeout=60)
     assert "draining" in rest
     assert serving.returncode == 0
-    assert not list(tmp_path.glob("outrider-redis-*")), "prompts are in it"
+    assert not list(short_path.glob("outrider-redis-*")), "prompts are in it"
 
 
 def test_a_failed_handshake_leaves_the_log_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,28 +120,28 @@ def test_unreadable_data_are_put_aside(tmp_path: Path) -> None:
     assert list(tmp_path.glob("appendonlydir.unreadable-*"))
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_process_left_is_removed_by_the_next(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and keys are in it, and no one else removes what a process of SIGKILL left in /tmp."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    monkeypatch.setenv("OUTRIDER_HOME", str(short_path / "home"))
     holds = (
         "import sys, time\nfrom outrider.launch.state import state_folder\n"
         "from outrider.runtime.embedded_redis import embedded_redis\n"
         "with state_folder('', 0) as state, embedded_redis() as url:\n    print(url, flush=True)\n    time.sleep(60)"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", holds], env=environment(TMPDIR=str(tmp_path)), stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", holds], env=environment(TMPDIR=str(short_path)), stdout=subprocess.PIPE, text=True
     ) as killed:
         assert killed.stdout is not None
         server = pid_of(killed.stdout.readline().strip())
         killed.kill()
     until(lambda: not (Path("/proc") / str(server)).exists(), 10, "the server's end")
-    assert len(left := list(tmp_path.glob("outrider-*"))) == 2
+    assert len(left := list(short_path.glob("outrider-*"))) == 2
     with state_folder("", 0) as state, embedded_redis() as url:
         running = {state.folder, socket_of(url).parent}
-        assert {*tmp_path.glob("outrider-*")} == {*left, *running}, "they are new, and so may not be locked yet"
-        (tmp_path / "outrider-redis-file").touch()
-        for each in tmp_path.glob("outrider-*/lock"):
+        assert {*short_path.glob("outrider-*")} == {*left, *running}, "they are new, and so may not be locked yet"
+        (short_path / "outrider-redis-file").touch()
+        for each in short_path.glob("outrider-*/lock"):
             os.utime(each, (0, 0))
         with state_folder("", 0), embedded_redis():
             assert all(each.exists() for each in running), "they are in use"
