@@ -18,7 +18,7 @@ LIMIT = {
     "/v1/responses": "max_output_tokens",
 }
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-# What no JSON schema of a field can say: rules between fields, and limits that the target sets.
+# What no JSON schema of a field can say: rules between fields, and limits that the target or the operator sets.
 RULES = re.compile(
     "|".join(
         (
@@ -29,6 +29,7 @@ RULES = re.compile(
             r"must be 0 when verification is greedy|must be 0 or at least|must be a token id in|chat template",
             r"is no tokens|nothing is stored|speculation.show needs|text.format",
             r"max_tokens is 0, must be in \[1",  # 0 needs echo
+            r"answers, must be at most \d+ a request",  # as the operator has it
             r"under the context of|the context is \d+ tokens|to leave room for",
         )
     )
