@@ -10,6 +10,17 @@ from outrider.protocol.hidden_states.messages import StateSpec
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Sampling parameters that a model's makers recommend."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Identity and size of a model. Equal fingerprints give equal text."""
 
@@ -26,6 +37,7 @@ class ModelInfo:
     weights_digest: str = ""
     target_digest: str = ""
     text_digest: str = ""  # of a verifier that promises the text of another engine: the fingerprint there
+    sampling: SamplingDefaults = SamplingDefaults()
 
     @property
     def text_id(self) -> str:

@@ -19,6 +19,9 @@ class CoordinatorSettings(Settings, DrafterKey):
     tool_parser: Literal["auto", "hermes", "llama3", "mistral", "json"] = Field(
         "auto", description="Form in which the target writes tool calls; auto: as its chat template shows."
     )
+    sampling_defaults: Literal["model", "openai"] = Field(
+        "model", description="What HTTP requests leave out: the model's generation_config.json first, or OpenAI's."
+    )
     cors_origins: str = Field("", description="Origins whose web pages may call the HTTP API, separated by commas.")
     allowed_hosts: str = Field(
         "", description="HTTP Host names to accept besides localhost, by commas; empty: none on loopback, else all."

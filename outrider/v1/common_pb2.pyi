@@ -230,6 +230,7 @@ class ModelInfo(google.protobuf.message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: builtins.int
     TEXT_DIGEST_FIELD_NUMBER: builtins.int
     TARGET_DIGEST_FIELD_NUMBER: builtins.int
+    SAMPLING_FIELD_NUMBER: builtins.int
     name: builtins.str
     """display name"""
     fingerprint: builtins.str
@@ -256,6 +257,10 @@ class ModelInfo(google.protobuf.message.Message):
     """drafters: weights_digest of the target that it was trained for; empty: any"""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def sampling(self) -> global___SamplingDefaults:
+        """what its makers recommend; over HTTP, for what a request leaves out"""
+
     def __init__(
         self,
         *,
@@ -272,10 +277,52 @@ class ModelInfo(google.protobuf.message.Message):
         weights_digest: builtins.str = ...,
         text_digest: builtins.str = ...,
         target_digest: builtins.str = ...,
+        sampling: global___SamplingDefaults | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "name", b"name", "parameters", b"parameters", "target_digest", b"target_digest", "text_digest", b"text_digest", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weights_digest", b"weights_digest"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "name", b"name", "parameters", b"parameters", "sampling", b"sampling", "target_digest", b"target_digest", "text_digest", b"text_digest", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weights_digest", b"weights_digest"]) -> None: ...
 
 global___ModelInfo = ModelInfo
+
+@typing.final
+class SamplingDefaults(google.protobuf.message.Message):
+    """Sampling parameters of a model's generation_config.json; absent: it names none."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEMPERATURE_FIELD_NUMBER: builtins.int
+    TOP_K_FIELD_NUMBER: builtins.int
+    TOP_P_FIELD_NUMBER: builtins.int
+    MIN_P_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    temperature: builtins.float
+    top_k: builtins.int
+    top_p: builtins.float
+    min_p: builtins.float
+    repetition_penalty: builtins.float
+    def __init__(
+        self,
+        *,
+        temperature: builtins.float | None = ...,
+        top_k: builtins.int | None = ...,
+        top_p: builtins.float | None = ...,
+        min_p: builtins.float | None = ...,
+        repetition_penalty: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_min_p", b"_min_p"]) -> typing.Literal["min_p"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_repetition_penalty", b"_repetition_penalty"]) -> typing.Literal["repetition_penalty"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_temperature", b"_temperature"]) -> typing.Literal["temperature"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_top_k", b"_top_k"]) -> typing.Literal["top_k"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
+
+global___SamplingDefaults = SamplingDefaults
 
 @typing.final
 class WorkerLoad(google.protobuf.message.Message):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -37,6 +39,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120
 
 PROMPT = "Two are better than one, and two are better than none. Two are "
 LENGTH = 24
+RECOMMENDED = {"temperature": 0.4, "top_k": 7}  # of `words`, by its makers
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,11 @@ async def both(
         http_port=0, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5, default_model="words", alias="small=words,first=target"
     )
     service = CoordinatorService(settings, redis_server.url)
-    words = load_model(str(models.other_vocabulary), EngineOptions(device="cpu"))
+    folder = tmp_path_factory.mktemp("words")
+    shutil.copytree(models.other_vocabulary, folder, dirs_exist_ok=True)
+    generation = folder / "generation_config.json"
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | RECOMMENDED))
+    words = load_model(str(folder), EngineOptions(device="cpu"))
     # Before anything is served: for as long as transformers loads, this process answers nobody.
     texts = {"target": alone(models.target), "words": alone(models.other_vocabulary)}
     async with AsyncExitStack() as stack:
@@ -107,6 +114,25 @@ async def test_each_model_answers_as_it_does_alone(both: Both, api: AsyncOpenAI)
         body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0}
         found = await api.completions.create(model=name, **body, extra_body={"ignore_eos": True})
         assert (found.choices[0].text, found.model) == (both.texts[model], model)
+
+
+async def test_what_a_request_leaves_out_is_what_the_models_makers_recommend(both: Both, api: AsyncOpenAI) -> None:
+    async def text(model: str, *, temperature: float | None = None, **more: Any) -> str:
+        body: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+        asked = {"ignore_eos": True, **more}
+        made = await api.completions.create(
+            model=model, prompt=PROMPT, max_tokens=LENGTH, seed=1, **body, extra_body=asked
+        )
+        return made.choices[0].text
+
+    assert await text("words") == await text("words", **RECOMMENDED)
+    assert len({await text("words"), await text("words", top_k=-1), await text("words", temperature=1)}) == 3
+    assert await text("target") == await text("target", temperature=1)
+    told = await both.answer("words", temperature=1.0, seed=1)
+    assert told.text == await text("words", temperature=1, top_k=0), "over gRPC, absent fields have fixed defaults"
+    async with client(both.address) as stub:
+        info = await stub.GetModelInfo(common.GetModelInfoRequest(model="words"))
+    assert info.sampling == common.SamplingDefaults(**RECOMMENDED)
 
 
 async def test_requests_wait_for_workers_that_register(both: Both) -> None:

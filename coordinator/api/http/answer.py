@@ -8,10 +8,10 @@ import json
 import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from coordinator.api.http.bodies import ChatOptions, CompletionBody, GenerationBody
+from coordinator.api.http.bodies import DEFAULT_TOKENS, ChatOptions, CompletionBody, GenerationBody
 from coordinator.api.http.failures import FIELD_NAMES
 from coordinator.api.preprocess import ClientRequest, admission, prepare
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
@@ -71,24 +71,28 @@ async def requests_of(
     return requests
 
 
-def input_of(body: ChatOptions | CompletionBody, **given: Any) -> ClientRequest:
+def input_of(
+    body: ChatOptions | CompletionBody, target: Target, settings: CoordinatorSettings, **given: Any
+) -> ClientRequest:
     """Return the input; what the body leaves out takes its defaults. JSON's readers keep 53 bits of a seed."""
     wishes = _given(body.speculation or ())
     params = {
+        **(_given(asdict(target.info.sampling).items()) if settings.sampling_defaults == "model" else {}),
         **_given(body),
         **wishes,
         "seed": (secrets.randbits(53) if body.seed is None else body.seed) % (MAX_SEED + 1),
         "stop": body.stops,
         "logprobs": body.num_logprobs,
         "grammar": _grammar(body),
-        "top_k": max(0, body.top_k or 0),
         **({} if body.limit is None else {"max_tokens": body.limit}),
     }
+    params["top_k"] = max(0, params.get("top_k", 0))
     return ClientRequest(
         params=from_plain(SamplingParams, params),
         speculation=from_plain(SpeculationOptions, wishes),
         cache_salt=body.cache_salt or "",
         max_tokens_given=body.limit is not None,
+        default_tokens=DEFAULT_TOKENS if isinstance(body, CompletionBody) else settings.default_chat_tokens,
         **given,
     )
 

@@ -25,7 +25,7 @@ from outrider.protocol.speculation import MAX_BRANCHES, MAX_DRAFT_WAIT_US, MAX_G
 MAX_CHOICES = 16
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 MAX_PROMPTS = 256  # where `--max-request-sessions` allows as many
-_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})  # of any part; LiteLLM sends them to every server
+_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})  # of any part: Anthropic's and OpenAI's
 _PIECE = 1 << 16
 _MAX_TOKENS = 2**31 - 1
 
@@ -180,7 +180,7 @@ class GenerationBody(Body):
     """Fields that chat and completions share."""
 
     model: str | None = Field(None, max_length=LONGEST["model"], description="Of /v1/models; absent: the default one.")
-    temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy, else at least 1e-6; default 1.")
+    temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy, else at least 1e-6.")
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None

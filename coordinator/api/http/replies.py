@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from coordinator.api.http import responses
 from coordinator.api.http.answer import input_of, progress
-from coordinator.api.http.bodies import DEFAULT_TOKENS, ChatOptions, CompletionBody
+from coordinator.api.http.bodies import ChatOptions, CompletionBody
 from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import MAX_READ, Token
 from coordinator.sessions.session import Session
@@ -105,7 +105,7 @@ def plan_completion(
 ) -> tuple[list[ClientRequest], Replies[CompletionBody]]:
     """Return one input per prompt, each with its own seed if the body has none, and the formatter of replies."""
     given: list[dict[str, Any]] = [{"prompt" if isinstance(it, str) else "tokens": it} for it in body.prompts]
-    inputs = [input_of(body, default_tokens=DEFAULT_TOKENS, **each) for each in given]
+    inputs = [input_of(body, target, settings, **each) for each in given]
     return inputs, CompletionReplies(body, target, target.served_name)
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+import structlog
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.engine.tensor_parallel import gather_weight
-from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.fleet import ModelInfo, SamplingDefaults
+from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.vocabulary import Vocabulary
+
+log = structlog.get_logger(__name__)
 
 _SAMPLED_WEIGHTS = 64
 _UNKNOWN_CONTEXT = 1 << 20  # tokens of context where neither the model nor its tokenizer names a length
@@ -64,6 +69,7 @@ def describe(
         dtype=dtype,
         device=str(next(model.parameters()).device),
         parameters=sum(p.numel() for p in model.parameters()),
+        sampling=_recommended(getattr(model, "generation_config", None)),
     )
 
 
@@ -91,6 +97,18 @@ def weights_digest(model: PreTrainedModel, vocabulary: Vocabulary, samples: Sequ
         digest.update(f"{sample.name} {sample.shape}".encode())
         digest.update(sample.values.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def _recommended(generation: Any) -> SamplingDefaults:
+    """Return the sampling parameters of a generation_config.json, unless no request can have them."""
+    named = {field.name: getattr(generation, field.name, None) for field in fields(SamplingDefaults)}
+    given = {name: value for name, value in named.items() if value is not None}
+    try:
+        SamplingParams(**given).check()
+    except (InvalidRequest, TypeError) as error:
+        log.warning("sampling defaults of generation_config.json are ignored", error=str(error))
+        return SamplingDefaults()
+    return SamplingDefaults(**given)
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -123,11 +123,11 @@ class ResponseReplies:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": session.record.request.params.temperature,
             "text": {"format": {"type": "text"}} | given.get("text", {}),
             "tool_choice": given.get("tool_choice", "auto"),
             "tools": given.get("tools", []),
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": session.record.request.params.top_p,
             "truncation": "disabled",
         }
 

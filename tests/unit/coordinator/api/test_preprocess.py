@@ -1,12 +1,11 @@
-"""Where requests are read: beside the event loop, and huge ones one after the other."""
+"""Where requests are read, and what they leave out: beside the event loop, and huge ones one after the other."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from coordinator.api.service import from_proto
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 from outrider.base.aio import HUGE_BYTES, LARGE_BYTES, beside
+from outrider.protocol.fleet import ModelInfo, SamplingDefaults
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.security.tenants import Tenant, set_tenant, tenant
 from outrider.settings.coordinator import CoordinatorSettings
@@ -71,7 +71,7 @@ async def test_no_text_of_a_large_body_is_read_in_the_event_loop(body: Any, monk
 
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    info: Any = SimpleNamespace(name="toy", vocab_size=len(tokenizer), eos_token_ids=(), context_length=1 << 20)
+    info = ModelInfo("toy", "f", vocab_size=len(tokenizer), context_length=1 << 20)
     nothing: Any = None
     target, settings = Target(info, tokenizer, Vocabulary.of(tokenizer), nothing), CoordinatorSettings()
     size = len(body.model_dump_json())
@@ -84,14 +84,36 @@ async def test_no_text_of_a_large_body_is_read_in_the_event_loop(body: Any, monk
     assert not [name for name, thread in seen if thread is threading.main_thread()]
 
 
+@pytest.mark.parametrize(
+    ("given", "settings", "expected"),
+    [
+        ({}, {}, (0.6, 20, 0.9, 0.05, 1.1)),
+        ({"temperature": 0, "top_k": -1, "top_p": 1.0}, {}, (0.0, 0, 1.0, 0.05, 1.1)),
+        ({"temperature": None, "min_p": 0, "repetition_penalty": 1}, {}, (0.6, 20, 0.9, 0.0, 1.0)),
+        ({}, {"sampling_defaults": "openai"}, (1.0, 0, 1.0, 0.0, 1.0)),
+        ({"top_k": 5}, {"sampling_defaults": "openai"}, (1.0, 5, 1.0, 0.0, 1.0)),
+    ],
+)
+def test_sampling_is_a_requests_then_the_models_then_openais(
+    given: dict[str, Any], settings: dict[str, Any], expected: tuple[float, ...]
+) -> None:
+    recommended = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.1)
+    nothing: Any = None
+    target = Target(ModelInfo("toy", "f", sampling=recommended), byte_tokenizer(), nothing, nothing)
+    body = CompletionBody.model_validate({"prompt": "a", **given})
+    [request], _ = plan_completion(body, target, CoordinatorSettings(**settings))
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    assert tuple(getattr(request.params, name) for name in names) == expected
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_chat_has_the_same_messages_over_both_protocols(strict: bool) -> None:
     """Templates that take one message of the system refused or lost the second one of a chat over gRPC."""
     tokenizer = byte_tokenizer()
     rule = "{{ raise_exception('System message must be at the beginning.') }}" * strict
     tokenizer.chat_template = f"{{% for m in messages %}}{{% if m.content == 'x' %}}{rule}{{% endif %}}{{% endfor %}}"
-    info, nothing = cast(Any, SimpleNamespace(name="toy")), cast(Any, None)
-    target = Target(info, tokenizer, nothing, nothing)
+    nothing: Any = None
+    target = Target(ModelInfo("toy", "f"), tokenizer, nothing, nothing)
     roles = ["system", "developer", "user", "assistant", "system", "user"]
     said = [{"role": role, "content": f"{number}."} for number, role in enumerate(roles)]
     told = from_proto(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(**it) for it in said])), target).chat

@@ -10,6 +10,8 @@ import pytest
 
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
+from outrider.protocol import convert
+from outrider.protocol.fleet import SamplingDefaults
 from outrider.testing.toy_models import make_model
 
 END = 256  # of the tokenizer
@@ -40,3 +42,26 @@ def test_texts_end_where_transformers_ends_them(
         (made / "generation_config.json").write_text(json.dumps(generation))
     loaded = load_model(str(made), EngineOptions(device="cpu", kv_tokens=256))
     assert loaded.engine.info.eos_token_ids == ends
+
+
+@pytest.mark.parametrize(
+    ("generation", "sampling"),
+    [
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)),
+        ({"temperature": 0.0, "min_p": 0.1, "max_new_tokens": 5}, SamplingDefaults(temperature=0.0, min_p=0.1)),
+        ({"temperature": "0.6"}, SamplingDefaults()),
+        ({"temperature": 0.6, "top_k": 20.0}, SamplingDefaults()),
+        ({"repetition_penalty": 0}, SamplingDefaults()),
+        (None, SamplingDefaults()),
+    ],
+)
+def test_the_sampling_that_the_makers_recommend_is_published_as_far_as_requests_can_have_it(
+    generation: dict[str, Any] | None, sampling: SamplingDefaults, tmp_path: Path
+) -> None:
+    made = make_model(tmp_path / "toy", seed=1, hidden=16, layers=1)
+    (made / "generation_config.json").unlink()
+    if generation is not None:
+        (made / "generation_config.json").write_text(json.dumps(generation))
+    info = load_model(str(made), EngineOptions(device="cpu", kv_tokens=256)).engine.info
+    assert info.sampling == sampling
+    assert convert.model_from_proto(convert.model_to_proto(info)) == info

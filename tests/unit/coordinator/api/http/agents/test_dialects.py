@@ -23,6 +23,7 @@ from coordinator.api.http.agents.dialects import (
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.agents.replies import chat_input
 from coordinator.workers.target import Target
+from outrider.protocol.fleet import ModelInfo
 from outrider.settings.coordinator import CoordinatorSettings
 
 QUESTION = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -55,7 +56,7 @@ THOUGHTS = {"chat_template_kwargs": {"thinking": True}}
 def target_of(template: str) -> Target:
     words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template)
-    return cast(Target, SimpleNamespace(tokenizer=tokenizer))
+    return cast(Target, SimpleNamespace(tokenizer=tokenizer, info=ModelInfo("m", "f")))
 
 
 def chat(**more: Any) -> ChatBody:
