@@ -75,7 +75,10 @@ def input_of(
     body: ChatOptions | CompletionBody, target: Target, settings: CoordinatorSettings, **given: Any
 ) -> ClientRequest:
     """Return the input; what the body leaves out takes its defaults. JSON's readers keep 53 bits of a seed."""
-    wishes = _given(body.speculation or ())
+    wishes, grammar = _given(body.speculation or ()), _grammar(body)
+    may_end = not body.ignore_eos or body.stops or body.stop_token_ids or grammar
+    if (least := body.min_tokens or 0) > (0 if may_end else body.limit or 0):
+        raise InvalidRequest.of("min_tokens", least, "0, or at most max_tokens where only that ends the output")
     params = {
         **(_given(asdict(target.info.sampling).items()) if settings.sampling_defaults == "model" else {}),
         **_given(body),
@@ -83,7 +86,7 @@ def input_of(
         "seed": (secrets.randbits(53) if body.seed is None else body.seed) % (MAX_SEED + 1),
         "stop": body.stops,
         "logprobs": body.num_logprobs,
-        "grammar": _grammar(body),
+        "grammar": grammar,
         **({} if body.limit is None else {"max_tokens": body.limit}),
     }
     params["top_k"] = max(0, params.get("top_k", 0))

@@ -205,6 +205,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST["stop_token_ids"], fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS, description="Only with ignore_eos, and with no stop.")
     cache_salt: str | None = Field(None, max_length=LONGEST["cache_salt"], description="Separates tenants' prefixes.")
     speculation: SpeculationWish | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower numbers are served first.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from coordinator.api.service import from_proto
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 from outrider.base.aio import HUGE_BYTES, LARGE_BYTES, beside
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo, SamplingDefaults
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.security.tenants import Tenant, set_tenant, tenant
@@ -104,6 +106,31 @@ def test_sampling_is_a_requests_then_the_models_then_openais(
     [request], _ = plan_completion(body, target, CoordinatorSettings(**settings))
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     assert tuple(getattr(request.params, name) for name in names) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"min_tokens": 9, "max_tokens": 9, "ignore_eos": True}, True),
+        ({"min_tokens": 0}, True),
+        ({"min_tokens": None}, True),
+        ({"min_tokens": 10, "max_tokens": 9, "ignore_eos": True}, False),
+        ({"min_tokens": 1, "ignore_eos": True}, False),
+        ({"min_tokens": 1, "max_tokens": 9}, False),
+        ({"min_tokens": 1, "max_tokens": 9, "ignore_eos": True, "stop": "a"}, False),
+        ({"min_tokens": 1, "max_tokens": 9, "ignore_eos": True, "stop_token_ids": [3]}, False),
+        ({"min_tokens": 1, "max_tokens": 9, "ignore_eos": True, "response_format": {"type": "json_object"}}, False),
+    ],
+)
+def test_a_least_number_of_tokens_is_taken_where_nothing_else_ends_an_output(
+    given: dict[str, Any], taken: bool
+) -> None:
+    """Benchmark tools send it beside `ignore_eos`."""
+    nothing: Any = None
+    target = Target(ModelInfo("toy", "f"), byte_tokenizer(), nothing, nothing)
+    body = CompletionBody.model_validate({"prompt": "a", **given})
+    with nullcontext() if taken else pytest.raises(InvalidRequest, match="min_tokens is"):
+        plan_completion(body, target, CoordinatorSettings())
 
 
 @pytest.mark.parametrize("strict", [True, False])
