@@ -26,6 +26,7 @@ from outrider.models.gguf import convert_gguf, load_in_place, replace_while_runn
 from outrider.models.hub import locate, locate_safetensors
 from outrider.models.tokenizer import load_tokenizer, save_tokenizer
 from outrider.protocol.errors import StartupError
+from outrider.protocol.fleet import SamplingDefaults
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead, read_embeddings_and_head
 from tests import gguf_files
 from tests.gguf_files import Shape, q4_k_m, write_gguf
@@ -739,19 +740,23 @@ def test_gemma_of_27b_divides_scores_by_its_own_number(architecture: str, layers
         assert AutoConfig.from_pretrained(folder).query_pre_attn_scalar == scalar
 
 
-def test_the_end_of_a_turn_ends_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_end_texts_and_sampling_is_as_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     describe = gguf.GGUFWriter.add_eos_token_id
 
     def with_turns(writer: gguf.GGUFWriter, number: int) -> None:
         describe(writer, number)
         writer.add_eot_token_id(number - 1)
         writer.add_eom_token_id(number - 2)
+        writer.add_sampling_temp(0.6)
+        writer.add_sampling_top_k(20)
+        writer.add_sampling_penalty_repeat(1.05)
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_eos_token_id", with_turns)
     path, end = write_gguf(tmp_path / "turns.gguf", Shape(), lambda _: "Q4_K"), Shape().vocab - 1
     for engine in ("native", "transformers"):  # which reads what was converted
         loaded = load_model(str(path), options(engine=engine))
         assert loaded.engine.info.eos_token_ids == (end - 2, end - 1, end)
+        assert loaded.engine.info.sampling == SamplingDefaults(temperature=0.6, top_k=20, repetition_penalty=1.05)
 
 
 @pytest.mark.parametrize(
