@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,15 +16,18 @@ from coordinator.api.http.agents.replies import plan_chat
 from coordinator.api.http.answer import requests_of
 from coordinator.api.http.bodies import CompletionBody
 from coordinator.api.http.replies import plan_completion
+from coordinator.api.preprocess import resolve
 from coordinator.api.service import from_proto
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 from outrider.base.aio import HUGE_BYTES, LARGE_BYTES, beside
+from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo, SamplingDefaults
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.security.tenants import Tenant, set_tenant, tenant
 from outrider.settings.coordinator import CoordinatorSettings
+from outrider.speculation.grammar import GrammarCompiler
 from outrider.testing.toy_models import byte_tokenizer
 from outrider.v1 import coordinator_pb2 as pb
 
@@ -131,6 +135,28 @@ def test_a_least_number_of_tokens_is_taken_where_nothing_else_ends_an_output(
     body = CompletionBody.model_validate({"prompt": "a", **given})
     with nullcontext() if taken else pytest.raises(InvalidRequest, match="min_tokens is"):
         plan_completion(body, target, CoordinatorSettings())
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_a_completion_follows_its_whole_format_or_is_refused(strict: bool | None) -> None:
+    """Over chats and responses, what grammars lack holds nothing unless a format is strict."""
+    tokenizer = byte_tokenizer()
+    grammars = GrammarCompiler(lambda: tokenizer_json(tokenizer), [tokenizer.eos_token_id])
+    nothing: Any = None
+    target = Target(ModelInfo("m", "f", vocab_size=300, context_length=99), tokenizer, nothing, grammars)
+
+    def ready(kind: type[ChatBody] | type[CompletionBody], plan: Any, **schema: Any) -> Any:
+        form = {"name": "f", "schema": {"type": "array", **schema}, "strict": strict}
+        wanted = {"response_format": {"type": "json_schema", "json_schema": form}}
+        asked = {"prompt": "a"} if kind is CompletionBody else {"messages": [{"role": "user", "content": "a"}]}
+        [request], _ = plan(kind.model_validate(asked | wanted), target, CoordinatorSettings())
+        return resolve(replace(request, prompt="a", chat=None), target, CoordinatorSettings())
+
+    assert ready(CompletionBody, plan_completion, maxItems=2)
+    with pytest.raises(InvalidRequest, match="uniqueItems"):
+        ready(CompletionBody, plan_completion, uniqueItems=True)
+    with pytest.raises(InvalidRequest, match="uniqueItems") if strict else nullcontext():
+        ready(ChatBody, plan_chat, uniqueItems=True)
 
 
 @pytest.mark.parametrize("strict", [True, False])
