@@ -53,7 +53,7 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
         request_context = bind_context(context.invocation_metadata() or ())
         with self._metrics.count_refusals():
             first = await first_message(requests, self._settings.open_timeout_s, "open")
-            opening = _opening(first)
+            opening = convert.opening_from_proto(DraftOpening, first)
             session = self._loop.open(opening, await self._grammar_cursor(opening))
         try:
             with StreamSpan(self._tracing, "draft", request_context, session.id) as span:
@@ -86,19 +86,6 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
         except OutriderError as error:
             self._loop.close(session, error)
         self._loop.close(session)
-
-
-def _opening(request: pb.DraftRequest) -> DraftOpening:
-    fields, given = convert.opening_fields(request), request.open
-    return DraftOpening(
-        **fields,
-        vocab_size=given.vocab_size,
-        steering=convert.draft_steering_from_proto(given.steer),
-        vocabulary_digest=given.vocabulary_digest,
-        eos_token_ids=tuple(given.eos_token_ids),
-        earlier_states=given.earlier_states,
-        direct_source=given.direct_source,
-    )
 
 
 def _apply(session: DraftSession, request: pb.DraftRequest) -> None:

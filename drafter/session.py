@@ -31,7 +31,7 @@ class DraftOpening(SessionOpening):
     """Content of a stream's first message."""
 
     vocab_size: int
-    steering: DraftSteering = field(default_factory=DraftSteering)
+    steer: DraftSteering = field(default_factory=DraftSteering)
     cache_salt: str = ""
     vocabulary_digest: str = ""
     eos_token_ids: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class DraftOpening(SessionOpening):
 
     def check(self, most_ids: int = MAX_IDS) -> None:
         check_number("open.vocab_size", self.vocab_size, 1, most_ids)
-        self.check_for(self.vocab_size, self.steering, self.cache_salt)
+        self.check_for(self.vocab_size, self.steer, self.cache_salt)
         check_tokens("open.eos_token_ids", self.eos_token_ids, self.vocab_size)
         check_number("open.earlier_states", self.earlier_states, 0, MAX_EARLIER_POSITIONS)
 
@@ -75,7 +75,7 @@ class DraftSession:
         self._passed_at = -1  # committed position at which the last empty guess was sent
         self._draft_us = 0
         self._step_us = DecayedMean(_SMOOTHING, 0.0)  # per token of a chain, or per level of a tree
-        self.steer(opening.steering)
+        self.steer(opening.steer)
 
     def next_request(self) -> DraftRequest | None:
         """Return the request for the drafting method; None if the session needs no guesses now."""

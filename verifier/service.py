@@ -73,7 +73,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         request_context = bind_context(context.invocation_metadata() or ())
         with self._metrics.count_refusals():
             first = await first_message(requests, self._settings.open_timeout_s, "open")
-            opening = _opening(first)
+            opening = convert.opening_from_proto(VerifyOpening, first)
             session = self.loop.open(opening, await self._guide(opening))
             self._refuse_states(session)
         try:
@@ -140,16 +140,6 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         if (data := self._tokenizer_files.get("tokenizer.json")) is None:
             raise OSError("no tokenizer.json")
         return data.decode()
-
-
-def _opening(request: pb.VerifyRequest) -> VerifyOpening:
-    fields, given = convert.opening_fields(request), request.open
-    return VerifyOpening(
-        **fields,
-        steering=convert.verify_steering_from_proto(given.steer),
-        hidden_states=given.hidden_states,
-        tenant=given.tenant,
-    )
 
 
 def _apply(session: VerifySession, request: pb.VerifyRequest) -> None:

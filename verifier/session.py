@@ -43,14 +43,14 @@ _MAX_MASK_S = 0.02  # time for the grammar masks of a step: the other sessions w
 class VerifyOpening(SessionOpening):
     """Content of a stream's first message."""
 
-    steering: VerifySteering = field(default_factory=VerifySteering)
+    steer: VerifySteering = field(default_factory=VerifySteering)
     hidden_states: bool = False
     cache_salt: str = ""
     tenant: str = ""
 
     def check(self, model: ModelInfo) -> None:
         """Raise InvalidRequest for the first invalid field."""
-        self.check_for(model.vocab_size, self.steering, self.cache_salt)
+        self.check_for(model.vocab_size, self.steer, self.cache_salt)
         check_salt("open.tenant", self.tenant)
         if self.epoch > MAX_EPOCH:
             raise InvalidRequest.of("open.epoch", self.epoch, f"at most {MAX_EPOCH}")
@@ -121,7 +121,7 @@ class VerifySession:
         self._states: dict[int, StateSpec] = {}  # by number
         self._stops = self.params.ending_tokens(model.eos_token_ids)
         self.has_committed = False
-        self.steer(opening.steering)
+        self.steer(opening.steer)
 
     @property
     def num_uncached(self) -> int:

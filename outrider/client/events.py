@@ -64,6 +64,7 @@ class Finished:
 
 
 Reply = Started | Tokens | Finished
+_REPLIES: dict[str, type[Reply]] = {"started": Started, "chunk": Tokens, "complete": Finished}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +138,8 @@ def _request(prompt: str | None, options: Options) -> pb.GenerateRequest:
 def reply_from_proto(reply: pb.GenerateReply) -> Reply:
     """Return a reply; raise the error that the coordinator reports in its place."""
     kind = reply.WhichOneof("message")
-    if kind == "started":
-        started = reply.started
-        return Started(started.session_id, started.seed, started.prompt_tokens, started.model)
-    if kind == "chunk":
-        chunk = reply.chunk
-        kinds, logprobs = map(TokenKind, chunk.kinds), map(convert.logprobs_from_proto, chunk.logprobs)
-        per_token = (tuple(chunk.token_ids), tuple(kinds), tuple(chunk.characters), tuple(logprobs))
-        return Tokens(chunk.position, chunk.text, *per_token)
     if kind == "error":
         raise convert.error_from_proto(reply.error)
-    if kind != "complete":
+    if kind is None or kind not in _REPLIES:
         raise OutriderError(f"unknown message from the coordinator: {kind}")
-    end = reply.complete
-    reason, stats = FinishReason(end.finish_reason), convert.stats_from_proto(end.stats)
-    return Finished(end.text, reason, end.stop, end.prompt_tokens, end.output_tokens, stats)
+    return convert.incoming(_REPLIES[kind], getattr(reply, kind))

@@ -67,26 +67,17 @@ def _present(value: Any) -> Any:
     return present_fields(value) if isinstance(value, Message) else value
 
 
-def opening_fields(request: Any) -> dict[str, Any]:
-    """Return what the first message of a stream to a worker has in common with those to others."""
-    kind = request.WhichOneof("message")
-    if kind != "open":
-        raise InvalidRequest.of("first message", kind or "empty", "open")
-    given = request.open
-    check_count("open.tokens", len(given.tokens), message_limits.MAX_OPEN_TOKENS, "tokens")
-    return {
-        "session_id": given.session_id,
-        "epoch": given.epoch,
-        "tokens": tuple(given.tokens),
-        "prompt_length": given.prompt_length,
-        "params": params_from_proto(given.params),
-        "cache_salt": given.cache_salt,
-    }
+def opening_from_proto(kind: type[T], request: Any) -> T:
+    """Return the first message of a stream to a worker, as that worker's dataclass."""
+    if (found := request.WhichOneof("message")) != "open":
+        raise InvalidRequest.of("first message", found or "empty", "open")
+    check_count("open.tokens", len(request.open.tokens), message_limits.MAX_OPEN_TOKENS, "tokens")
+    return incoming(kind, request.open)
 
 
 def _pair(kind: type[T], message: Callable[..., M]) -> tuple[Callable[[T], M], Callable[[M], T]]:
     """Return the conversions of a dataclass to its message and back, field by field."""
-    return lambda value: message(**_outgoing(value)), lambda proto: _incoming(kind, proto)
+    return lambda value: message(**_outgoing(value)), lambda proto: incoming(kind, proto)
 
 
 draft_steering_to_proto, draft_steering_from_proto = _pair(DraftSteering, drafter.DraftSteering)
@@ -153,13 +144,13 @@ def varint_bytes(value: int) -> int:
 def state_spec_from_proto(proto: common.StateSpec) -> StateSpec:
     """Return the spec; raise InvalidRequest for one that no drafter can have."""
     check_count("state_spec.layers", len(proto.layers), MAX_STATE_LAYERS, "layers")
-    spec: StateSpec = _incoming(StateSpec, proto)
+    spec: StateSpec = incoming(StateSpec, proto)
     spec.check("state_spec")
     return spec
 
 
 def load_from_proto(proto: common.WorkerLoad) -> WorkerLoad:
-    load = _incoming(WorkerLoad, proto)
+    load = incoming(WorkerLoad, proto)
     return load if 0.0 <= load.step_ms <= _MAX_STEP_MS else replace(load, step_ms=0.0)
 
 
@@ -178,7 +169,7 @@ def _cost_from_proto(proto: common.CostCurve) -> CostCurve:
 def worker_from_proto(proto: coordinator.Worker) -> WorkerInfo:
     if int(proto.role) not in set(Role):
         raise InvalidRequest.of("worker.role", proto.role, "ROLE_VERIFIER or ROLE_DRAFTER")
-    return _incoming(WorkerInfo, proto)
+    return incoming(WorkerInfo, proto)
 
 
 def error_to_proto(error: OutriderError) -> common.Error:
@@ -205,7 +196,7 @@ def _outgoing(value: Any) -> dict[str, Any]:
     return given
 
 
-def _incoming(kind: type[T], message: Any) -> T:
+def incoming(kind: type[T], message: Any) -> T:
     """Return a message as a dataclass. A field that may be absent is None then."""
     given: list[Any] = []
     known: Any = kind
@@ -233,6 +224,7 @@ class _Conversion(NamedTuple):
 
 _READERS: dict[Any, Callable[[Any], Any]] = {
     CostCurve: _cost_from_proto,
+    SamplingParams: params_from_proto,
     StateSpec: state_spec_from_proto,
     WorkerInfo: worker_from_proto,
     WorkerLoad: load_from_proto,
@@ -252,7 +244,7 @@ def _field(name: str, hint: Any) -> _Conversion:
     kind: Any = get_args(hint)[0] if repeated else hint
     if is_dataclass(kind):
         inside: Any = kind
-        read = _READERS.get(inside) or partial(_incoming, inside)
+        read = _READERS.get(inside) or partial(incoming, inside)
         return _Conversion(name, optional, repeated, read, _outgoing)
     write = _in_32_bits if name.endswith("_us") else None
     return _Conversion(name, optional, repeated, kind if issubclass(kind, Enum) else None, write)

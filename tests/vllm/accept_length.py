@@ -105,7 +105,7 @@ class InTurns:
             # The last round guesses beyond the end too, as in vLLM.
             SamplingParams(temperature=0.0, max_tokens=length + gamma + 1),
             info.vocab_size,
-            steering=DraftSteering(gamma=gamma),
+            steer=DraftSteering(gamma=gamma),
         )
         session = DraftSession(opening)
         known, right = list(prompt), list[int]()

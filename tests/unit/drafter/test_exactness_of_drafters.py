@@ -112,7 +112,7 @@ def play(setting: Setting, drafters: Sequence[Drafter], step: Step) -> Path:
     single = setting.params.mode.needs_draft_probs
     tree = setting.tree(committed, single=single, max_nodes=64, max_ahead=64)
     opening = DraftOpening(
-        "s", 0, setting.prompt, len(setting.prompt), setting.params, setting.vocab, steering=setting.steering
+        "s", 0, setting.prompt, len(setting.prompt), setting.params, setting.vocab, steer=setting.steering
     )
     sessions = [DraftSession(opening) for _ in drafters]
     steps = 0

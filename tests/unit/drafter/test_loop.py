@@ -67,7 +67,7 @@ def loop_beside(beside: VerifierBeside | None) -> DraftingLoop:
 def opening(name: str = "s", *, gamma: int = 2) -> DraftOpening:
     params = SamplingParams(seed=1, temperature=0.0, max_tokens=32)
     steering = DraftSteering(gamma=gamma)
-    return DraftOpening(name, 1, REPEATED, 4, params, vocab_size=50, steering=steering, direct_source=7)
+    return DraftOpening(name, 1, REPEATED, 4, params, vocab_size=50, steer=steering, direct_source=7)
 
 
 async def test_guesses_go_straight_to_the_verifier_and_verdicts_come_from_it() -> None:

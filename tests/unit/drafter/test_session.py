@@ -304,7 +304,7 @@ def test_distributions_travel_with_their_tokens() -> None:
         ({"prompt_length": 4}, "open.prompt_length"),
         ({"params": SamplingParams()}, "params.seed"),
         ({"params": SamplingParams(seed=1, top_p=0.0)}, "params.top_p"),
-        ({"steering": DraftSteering(gamma=65)}, "steer.gamma"),
+        ({"steer": DraftSteering(gamma=65)}, "steer.gamma"),
     ],
 )
 def test_an_opening_that_cannot_be_is_refused(change: dict, name: str) -> None:

@@ -90,7 +90,7 @@ async def test_a_session_learns_that_its_projection_is_gone() -> None:
     loop = VerificationLoop(target, LIMITS, VerifierMetrics("layers"))
     asked = VerifySteering(states=StateSpecs((given.spec.numbered(1), gone)))
     params = SamplingParams(seed=1, temperature=0.0, max_tokens=2)
-    session = loop.open(VerifyOpening("one", 1, (1, 2, 3), 3, params, steering=asked, hidden_states=True))
+    session = loop.open(VerifyOpening("one", 1, (1, 2, 3), 3, params, steer=asked, hidden_states=True))
     running = asyncio.create_task(loop.run())
     replies = [await asyncio.wait_for(session.outbox.get(), 5) for _ in range(4)]
     running.cancel()

@@ -32,7 +32,7 @@ PROMPT = (1, 2, 3)
 def opened(plain_steps: int | None = 32) -> VerifySession:
     params = SamplingParams(seed=1, temperature=0.0, max_tokens=64, logprobs=0)
     steering = VerifySteering(plain_steps=plain_steps)
-    opening = VerifyOpening("one", 1, PROMPT, len(PROMPT), params, steering=steering)
+    opening = VerifyOpening("one", 1, PROMPT, len(PROMPT), params, steer=steering)
     return VerifySession(opening, MockEngine().info, torch.device("cpu"))
 
 
