@@ -83,10 +83,11 @@ class PlanTally:
 
 @dataclass(frozen=True, slots=True)
 class FixedChoices:
-    """Settings that a request fixes, so that the controller does not choose them."""
+    """Settings that a request fixes, so that the coordinator does not choose them; None and empty leave the choice."""
 
     gamma: int | None = None
     patience_us: int | None = None
+    drafter: str = ""
     branches: int | None = None
     ahead: bool | None = None
 

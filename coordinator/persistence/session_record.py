@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from coordinator.control.gamma import FixedChoices
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fieldwise import KEY, from_plain, to_plain
@@ -30,14 +31,8 @@ _KINDS = {int(kind): kind for kind in TokenKind}
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculationOptions:
-    """Speculation settings of a request; None and empty leave the choice to the coordinator."""
-
-    gamma: int | None = None
-    patience_us: int | None = None
-    drafter: str = ""
-    branches: int | None = None
-    ahead: bool | None = None
+class SpeculationOptions(FixedChoices):
+    """Speculation settings of a request."""
 
     def check(self) -> None:
         """Raise InvalidRequest for values that no API accepts."""

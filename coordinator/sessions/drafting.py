@@ -15,7 +15,7 @@ import structlog
 
 from coordinator.control.drafter_selection import DrafterSelection
 from coordinator.control.estimator import BEGINNING, READING, TIMED_OUT, BestDrafter, Estimator, PairEstimate
-from coordinator.control.gamma import Controller, FixedChoices
+from coordinator.control.gamma import Controller
 from coordinator.control.throughput_model import PLAIN
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRecord
@@ -87,10 +87,9 @@ class Drafting:
         self._context = context
         self._stats = stats
         self._positions = max(context.gamma_max, options.gamma or 0)
-        fixed = FixedChoices(options.gamma, options.patience_us, options.branches, options.ahead)
         single = record.request.params.mode.needs_draft_probs
         self._estimator = Estimator(self._positions)
-        self.control = Controller(context.gamma_max, self._estimator, fixed, single=single)
+        self.control = Controller(context.gamma_max, self._estimator, options, single=single)
         stats.control = self.control
         self._selection = DrafterSelection()
         self._verifier: GuessReceiver | None = None
