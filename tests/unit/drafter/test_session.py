@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,12 @@ from drafter.interface import DraftRequest
 from drafter.methods.ngram import _INDEXED_PER_REQUEST, NgramDrafter
 from drafter.session import MAX_TREE, MESSAGE_S, DraftOpening, DraftSession
 from outrider.base.aio import background
+from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution, DraftSteering, Guess
 from outrider.speculation.tree import GuessTree
+from outrider.v1 import drafter_pb2 as pb
 
 PROMPT = (1, 2, 3)
 VOCAB = 50
@@ -319,6 +322,19 @@ def test_an_opening_that_cannot_be_is_refused(change: dict, name: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         DraftOpening(**(values | change)).check()
     assert refused.value.field == name
+
+
+def test_an_opening_has_what_its_message_has() -> None:
+    params = SamplingParams(seed=1)
+    opening = DraftOpening("s", 2, PROMPT, 3, params, VOCAB, DraftSteering(gamma=4), "salt", "digest", (7,), 5, 6)
+    sent = {name: getattr(opening, name) for name in pb.OpenDraft.DESCRIPTOR.fields_by_name}
+    steer = convert.draft_steering_to_proto(opening.steer)
+    message = pb.OpenDraft(**sent | {"params": convert.params_to_proto(params), "steer": steer})
+    assert convert.opening_from_proto(DraftOpening, pb.DraftRequest(open=message)) == replace(
+        opening, params=replace(params, verification=params.mode)
+    )
+    with pytest.raises(InvalidRequest, match="first message is steer, must be open"):
+        convert.opening_from_proto(DraftOpening, pb.DraftRequest(steer=steer))
 
 
 # --- drafter and verifier together -----------------------------------------------------------------------------------

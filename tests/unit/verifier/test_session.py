@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outrider.engine.mock import MockEngine
+from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.hidden_states.messages import StateSpec, StateSpecs
 from outrider.protocol.sampling_params import SamplingParams
@@ -24,6 +25,7 @@ from outrider.protocol.speculation import (
 )
 from outrider.speculation.grammar import GrammarMatcher
 from outrider.speculation.sampling import adjust
+from outrider.v1 import verifier_pb2 as pb
 from verifier.session import MAX_UNREAD_REPLIES, Ended, Rejection, VerifyOpening, VerifySession
 
 PROMPT = (1, 2, 3)
@@ -34,6 +36,17 @@ def opened(plain_steps: int | None = 32) -> VerifySession:
     steering = VerifySteering(plain_steps=plain_steps)
     opening = VerifyOpening("one", 1, PROMPT, len(PROMPT), params, steer=steering)
     return VerifySession(opening, MockEngine().info, torch.device("cpu"))
+
+
+def test_an_opening_has_what_its_message_has() -> None:
+    params = SamplingParams(seed=1)
+    opening = VerifyOpening("s", 2, PROMPT, 3, params, VerifySteering(gamma=4), True, "salt", "tenant")
+    sent = {name: getattr(opening, name) for name in pb.OpenVerify.DESCRIPTOR.fields_by_name}
+    steer = convert.verify_steering_to_proto(opening.steer)
+    message = pb.OpenVerify(**sent | {"params": convert.params_to_proto(params), "steer": steer})
+    assert convert.opening_from_proto(VerifyOpening, pb.VerifyRequest(open=message)) == replace(
+        opening, params=replace(params, verification=params.mode)
+    )
 
 
 def commit(session: VerifySession, count: int, **fields: object) -> None:
