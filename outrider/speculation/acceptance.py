@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from outrider.protocol.sampling_params import Verification
-from outrider.protocol.speculation import WHOLE, Distribution, Guess, TokenKind
+from outrider.protocol.speculation import ROOT, WHOLE, Distribution, Guess, TokenKind
 from outrider.speculation import noise
 from outrider.speculation.noise import to_device
 from outrider.speculation.sampling import sums
@@ -60,21 +60,17 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor((logits.float().numpy() if logits.device.type == "cpu" else logits).argmax(-1))
 
 
-def walk(tokens: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) -> Outcome:
+def walk(block: Guess, drawn: Sequence[int]) -> Outcome:
     """Follow the target's own draws through the tree as long as they were guessed (greedy and coupled modes).
 
-    `parents` is a TreeShape's. drawn[0] is the target's token after the committed text, drawn[i + 1] after guess i.
+    drawn[0] is the target's token after the committed text, drawn[i + 1] after guess i.
     """
-    children: dict[tuple[int, int], int] = {}
-    for row, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
-        children.setdefault((parent + 1, token), row)
-    guessed_after = {parent + 1 for parent in parents}
     path: list[int] = []
-    row = 0
-    while (child := children.get((row, drawn[row]))) is not None:
-        path.append(child)
-        row = child
-    return Outcome(tuple(path), drawn[row], _kind(bool(tokens), row in guessed_after))
+    node = ROOT
+    while (child := block.children.get(node, {}).get(drawn[node + 1])) is not None:
+        path.append(child + 1)
+        node = child
+    return Outcome(tuple(path), drawn[node + 1], _kind(bool(block.tokens), node in block.children))
 
 
 def verify_drawn(

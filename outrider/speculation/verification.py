@@ -76,7 +76,7 @@ def verify_batch(
     tokens = iter(torch.cat([drawn for _, drawn in walked]).tolist() if walked else [])
     for index in chain.from_iterable(members for members, _ in walked):
         drawn = list(islice(tokens, len(step.rows[index])))
-        outcomes[index] = acceptance.walk(blocks[index].tokens, blocks[index].shape.parents, drawn)
+        outcomes[index] = acceptance.walk(blocks[index], drawn)
     return step.results([outcomes[index] for index in range(len(sessions))])
 
 

@@ -524,11 +524,12 @@ class TestChiSquareSees:
         assert blend(Verification.COUPLED, NEAR, branches=3).p(FEW) < SURELY
 
     def test_a_walk_that_takes_the_first_of_siblings(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def planted(tokens: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) -> Outcome:
+        def planted(block: Guess, drawn: Sequence[int]) -> Outcome:
+            parents = block.shape.parents
             firsts = [
-                tokens[parents.index(row - 1)] if row - 1 in parents else token for row, token in enumerate(drawn)
+                block.tokens[parents.index(row - 1)] if row - 1 in parents else token for row, token in enumerate(drawn)
             ]
-            return acceptance.walk(tokens, parents, firsts)
+            return acceptance.walk(block, firsts)
 
         monkeypatch.setattr(verification, "acceptance", SimpleNamespace(walk=planted))
         assert blend(Verification.COUPLED, LOW, branches=3).p(FEW) < SURELY

@@ -508,7 +508,7 @@ def test_any_tree_of_guesses_yields_the_plain_text(data: st.DataObject, params: 
         paths = block.paths
         logits = torch.stack([logits_after(model, [*committed[START:], *path]) for path in paths])
         drawn = shared_draw(logits, params, [len(committed) + len(path) for path in paths])
-        outcome = acceptance.walk(block.tokens, block.shape.parents, drawn)
+        outcome = acceptance.walk(block, drawn)
         new = [*(block.tokens[row - 1] for row in outcome.path), outcome.final]
         assert new == wanted[said : said + len(new)]
         # Nothing that was guessed right and offered is wasted.
@@ -520,10 +520,11 @@ def test_any_tree_of_guesses_yields_the_plain_text(data: st.DataObject, params: 
 
 
 def test_walk_calls_the_last_token_what_it_is() -> None:
-    assert acceptance.walk((), (), [4]) == Outcome((), 4, TokenKind.PLAIN)
-    assert acceptance.walk((7, 8), (-1, 0), [7, 8, 9]) == Outcome((1, 2), 9, TokenKind.BONUS)
-    assert acceptance.walk((7, 8), (-1, 0), [7, 5, 9]) == Outcome((1,), 5, TokenKind.RECOVERED)
-    assert acceptance.walk((6, 7, 8), (-1, -1, 1), [7, 1, 8, 9]) == Outcome((2, 3), 9, TokenKind.BONUS)
+    assert acceptance.walk(Guess(0, 0, 0, ()), [4]) == Outcome((), 4, TokenKind.PLAIN)
+    chain, tree = Guess(0, 0, 0, (7, 8)), Guess(0, 0, 0, (6, 7, 8), parents=(-1, -1, 1))
+    assert acceptance.walk(chain, [7, 8, 9]) == Outcome((1, 2), 9, TokenKind.BONUS)
+    assert acceptance.walk(chain, [7, 5, 9]) == Outcome((1,), 5, TokenKind.RECOVERED)
+    assert acceptance.walk(tree, [7, 1, 8, 9]) == Outcome((2, 3), 9, TokenKind.BONUS)
 
 
 # --- chi-square over seeded draws ------------------------------------------------------------------------------------
