@@ -67,10 +67,6 @@ class Engine(Protocol):
         """Return the cache capacity in tokens, over all sessions."""
 
     @property
-    def cached_tokens(self) -> int:
-        """Return the capacity that sessions occupy, in tokens."""
-
-    @property
     def evictable_tokens(self) -> int:
         """Return the capacity that evictable cached blocks occupy, in tokens."""
 

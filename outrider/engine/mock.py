@@ -45,10 +45,6 @@ class MockEngine:
         self.state_shape = (0, 1)
         self._lengths: dict[str, int] = {}
 
-    @property
-    def cached_tokens(self) -> int:
-        return sum(self._lengths.values())
-
     def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
         return 0
 

@@ -17,7 +17,6 @@ class EngineWrapper:
     info: ModelInfo
     device: torch.device
     capacity_tokens: int
-    cached_tokens: int
     evictable_tokens: int
     state_shape: tuple[int, int]
     length: Callable[[str], int]

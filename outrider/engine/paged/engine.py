@@ -36,10 +36,6 @@ class PagedEngine(ABC):
         return torch_arithmetic(type(self).__name__, self.device)
 
     @property
-    def cached_tokens(self) -> int:
-        return self.blocks.pool.num_used * BLOCK_TOKENS
-
-    @property
     def evictable_tokens(self) -> int:
         return self.blocks.pool.num_evictable * BLOCK_TOKENS
 

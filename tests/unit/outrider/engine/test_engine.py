@@ -155,7 +155,7 @@ def test_sessions_trees_and_rollback(pair: Pair) -> None:
     assert near(b, truth[10:12])
     for session in ("a", "b", "never seen"):
         engine.free(session)
-    assert engine.cached_tokens == 0
+    assert engine.blocks.pool.num_used == 0
 
 
 def test_prefill_in_pieces(pair: Pair) -> None:

@@ -56,7 +56,7 @@ def test_a_text_does_not_depend_on_those_beside_it(
     for one, other in zip(together, alone, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert torch.equal(one.hidden_states, other.hidden_states)
-    assert target.engine.cached_tokens == 0
+    assert target.engine.blocks.pool.num_used == 0
 
 
 def test_a_killed_run_writes_the_missing_shards_only(
@@ -157,7 +157,7 @@ def test_texts_go_together_as_far_as_the_cache_holds_them(
     assert sum(len(data.encode(small.tokenizer, prompt.text)) + recipe.max_tokens for prompt in PROMPTS) > 256
     texts = _written(small, tmp_path, recipe)
     assert len(texts) == recipe.num_examples
-    assert small.engine.cached_tokens == 0
+    assert small.engine.blocks.pool.num_used == 0
 
 
 def test_a_prompt_that_is_too_long_is_told_before_any_text_is_written(target: LoadedModel, recipe: DataRecipe) -> None:

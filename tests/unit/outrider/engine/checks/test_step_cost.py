@@ -59,7 +59,7 @@ def test_a_cpus_curve_is_that_of_one_session(
     curve = measure_cost(engine)
     assert curve.rows == (*TOKENS, *more)
     assert list(curve.ms) == sorted(curve.ms)
-    assert engine.cached_tokens == 0
+    assert engine.blocks.pool.num_used == 0
 
 
 def test_a_curve_reaches_the_prompts_that_cost_more_than_a_few_tokens(
@@ -135,7 +135,7 @@ def test_a_gpus_curve_reaches_as_many_sessions_as_fit(kv_tokens: int, most: int)
     assert curve.rows[-1] == most
     assert waits in (2 * len(curve.rows), 3 * len(curve.rows)), "a launched step is not a finished one"
     assert list(curve.ms) == sorted(curve.ms)
-    assert engine.cached_tokens == 0
+    assert engine.blocks.pool.num_used == 0
     if most == 512:
         assert curve.at(512) > 2 * curve.at(32), "the emulator computes each token"
 
