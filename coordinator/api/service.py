@@ -59,7 +59,8 @@ class CoordinatorService(rpc.OutriderServicer):
         self.api_keys = self.credentials.keys("api_keys")
         self.fleet = FleetKeys.of(self.credentials)
         # The drafter key allows only registration.
-        allowed = {CLIENTS: self.api_keys, ATTACHMENT: self.api_keys, REGISTRY: self.fleet.registration}
+        registering = self.fleet.verifiers | self.fleet.drafters
+        allowed = {CLIENTS: self.api_keys, ATTACHMENT: self.api_keys, REGISTRY: registering}
         self.auth_interceptor = AuthInterceptor(allowed, others=self.api_keys | self.fleet.verifiers)
         self.sessions = SessionManager(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
         connect_gauges(self.sessions)

@@ -44,11 +44,6 @@ class FleetKeys:
             log.warning("drafter_key and fleet_key share a key, with which drafters could register as verifiers")
         return cls(lambda: credentials.tls, verifiers, drafters or verifiers)
 
-    @property
-    def registration(self) -> ApiKeys:
-        """Return the keys that allow registration."""
-        return self.verifiers | self.drafters
-
     def keys(self, role: Role) -> ApiKeys:
         return self.drafters if role is Role.DRAFTER else self.verifiers
 

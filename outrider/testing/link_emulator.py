@@ -75,8 +75,8 @@ class EmulatedLink:
         self._target = (target_host, target_port)
         self._server: asyncio.Server | None = None
         self._pipes: set[_Pipe] = set()
-        self._flowing = asyncio.Event()
-        self._flowing.set()
+        self.flowing = asyncio.Event()
+        self.flowing.set()
         self._refusing = False
 
     async def __aenter__(self) -> Self:
@@ -109,15 +109,12 @@ class EmulatedLink:
 
     def stall(self) -> None:
         """Stop all data without closing connections. New connections get no answer either."""
-        self._flowing.clear()
+        self.flowing.clear()
 
     def heal(self) -> None:
         """End a stall, delivering held data as TCP would retransmit it; after a refusing `cut`, accept connections."""
         self._refusing = False
-        self._flowing.set()
-
-    async def flowing(self) -> None:
-        await self._flowing.wait()
+        self.flowing.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
@@ -136,11 +133,11 @@ class EmulatedLink:
     async def _carry(self, pipe: _Pipe, reader: asyncio.StreamReader) -> None:
         if self._refusing:
             return
-        await self.flowing()
+        await self.flowing.wait()
         try:
             await pipe.carry(reader, *await asyncio.open_connection(*self._target))
         except OSError:
-            await self.flowing()  # one end reset or is unreachable; a stall hides that from the other
+            await self.flowing.wait()  # one end reset or is unreachable; a stall hides that from the other
 
 
 class LinkDirection:
@@ -228,7 +225,7 @@ class _Transfer:
             due, data = await self._in_flight.get()
             if (early := due - loop.time()) > 0:
                 await asyncio.sleep(early)
-            await self._link.flowing()
+            await self._link.flowing.wait()
             if not data:
                 self._writer.write_eof()
                 return
@@ -239,7 +236,7 @@ class _Transfer:
             self._budget.set()
 
     async def _wait_for_budget(self) -> None:
-        await self._link.flowing()
+        await self._link.flowing.wait()
         await self._direction.wait_for_budget()
         while self._num_bytes > self._link.shape.window_bytes - CHUNK:
             self._budget.clear()

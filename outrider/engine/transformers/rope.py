@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,9 @@ def fix_rotations(model: PreTrainedModel, context: int) -> int:
     """Make each token's rotation depend on its own position only. Return the length up to which nothing changes."""
     limit = context
     for module in filter(_is_rotary, list(model.modules())):
-        length = min((_steady_length(module, kind, context + BEYOND) for kind in _kinds(module)), default=context)
+        types = getattr(module, "rope_type", None)
+        kinds = [{"layer_type": kind} for kind in types] if isinstance(types, dict) else [{}]  # of layers
+        length = min((_steady_length(module, kind, context + BEYOND) for kind in kinds), default=context)
         if length < context + BEYOND:
             limit = min(limit, length)
             module.forward = partial(_forward_clamped, module.forward, length - 1)
@@ -33,15 +35,6 @@ def fix_rotations(model: PreTrainedModel, context: int) -> int:
 def _is_rotary(module: torch.nn.Module) -> bool:
     rotates = any("inv_freq" in name for name, _ in module.named_buffers(recurse=False))
     return rotates and "position_ids" in inspect.signature(module.forward).parameters
-
-
-def _kinds(module: torch.nn.Module) -> Iterator[dict[str, str]]:
-    """Yield the arguments of a rotation besides positions: the kind of layer, where there are several."""
-    types = getattr(module, "rope_type", None)
-    if isinstance(types, dict):
-        yield from ({"layer_type": kind} for kind in types)
-    else:
-        yield {}
 
 
 def _steady_length(module: torch.nn.Module, kind: dict[str, str], most: int) -> int:
