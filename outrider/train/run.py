@@ -123,9 +123,7 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
         vocabulary_digest=info.vocabulary_digest,
         ends_digest=target_weights.digest,
         shape=dict(method.shape),
-        data=asdict(recipe)
-        | {"temperatures": list(recipe.temperatures), "layers": list(recipe.layers)}
-        | {"tokens": sum(len(example.tokens) for example in examples)},
+        data=asdict(recipe) | {"tokens": sum(len(example.tokens) for example in examples)},
         training={
             **asdict(plan),
             "tokens": training.tokens,
