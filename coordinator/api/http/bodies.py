@@ -25,7 +25,9 @@ from outrider.protocol.speculation import MAX_BRANCHES, MAX_DRAFT_WAIT_US, MAX_G
 MAX_CHOICES = 16
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 MAX_PROMPTS = 256  # where `--max-request-sessions` allows as many
-_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})  # of any part: Anthropic's and OpenAI's
+_ADDED = {"parsed", "parsed_arguments", "provider_specific_fields", "thinking_blocks"}  # to answers, by their clients
+_CACHES = {"cache_control", "prompt_cache_breakpoint", "prompt_cache_options", "prompt_cache_retention"}
+_MARKS = frozenset({"annotations", "client_metadata", "encrypted_content", "phase"} | _ADDED | _CACHES)  # of any part
 _PIECE = 1 << 16
 _MAX_TOKENS = 2**31 - 1
 
@@ -215,8 +217,6 @@ class GenerationBody(Body):
     service_tier: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
     safety_identifier: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
     prompt_cache_key: Annotated[str | None, Unkept] = Field(None, description="Ignored: cache_salt separates prefixes.")
-    prompt_cache_retention: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
-    prompt_cache_options: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored.")
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic_core import from_json
 
-from coordinator.api.http.bodies import Body, ChatOptions, CompletionBody, TokenId, Unkept, check_counts
+from coordinator.api.http.bodies import Body, ChatOptions, CompletionBody, TokenId, check_counts
 from outrider.protocol.field_limits import LONGEST, OTHER
 from outrider.speculation.grammar import CONSTANTS
 
@@ -76,7 +76,6 @@ class ToolChoice(Body):
 class CalledFunction(Body):
     name: _FunctionName
     arguments: str = Field(description="A JSON object.")
-    parsed_arguments: Annotated[Any, Unkept, Field(description="Ignored: OpenAI's client adds it to answers.")] = None
 
     def read(self) -> dict[str, Any]:
         """Return the arguments; if the limit of tokens cut them, those that are whole: agents drop what tells of it."""
@@ -111,14 +110,6 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     tool_call_id: str | None = Field(None, max_length=OTHER)
     name: str | None = Field(None, max_length=LONGEST["name"], description="Ignored: chat templates have no names.")
-    # Fields of OpenAI's answers, so that an answer can be sent back unchanged.
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    parsed: Annotated[Any, Unkept] = Field(None, description="Ignored: OpenAI's client adds it to answers.")
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    provider_specific_fields: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored: LiteLLM's.")
-    thinking_blocks: Annotated[list[Any] | None, Unkept] = Field(None, description="Ignored: reasoning_content's copy.")
 
     @model_validator(mode="after")
     def _whole(self) -> Message:

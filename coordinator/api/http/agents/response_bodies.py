@@ -28,9 +28,7 @@ _UNSTORED = "Not supported: nothing is stored."
 class ItemText(Body):
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
-    annotations: Annotated[list[Any] | None, Unkept] = Field(None, description="Ignored.")
     logprobs: Annotated[list[Any] | None, Unkept] = Field(None, description="Ignored.")
-    parsed: Annotated[Any, Unkept] = Field(None, description="Ignored: OpenAI's clients add it to answers.")
 
 
 _Texts = Annotated[list[ItemText], Field(max_length=chats.MAX_PARTS, fail_fast=True)]
@@ -49,7 +47,6 @@ class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | _Texts
-    phase: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
 
     @property
     def message(self) -> dict[str, Any]:
@@ -79,7 +76,6 @@ class ReasoningItem(_Item):
     type: Literal["reasoning"]
     content: _Texts | None = Field(None, description="For templates that show it.")
     summary: _Texts | None = Field(None, description="Read in place of an absent content.")
-    encrypted_content: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
 
     @property
     def message(self) -> dict[str, Any]:
@@ -153,7 +149,6 @@ class ResponsesBody(GenerationBody):
         None, description="Ignored: reasoning is sent as it is."
     )
     max_tool_calls: int | None = Field(None, description="Ignored: it is for built-in tools.")
-    client_metadata: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored: Codex's labels.")
 
     @model_validator(mode="after")
     def _whole(self) -> ResponsesBody:
