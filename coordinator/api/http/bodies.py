@@ -25,9 +25,10 @@ from outrider.protocol.speculation import MAX_BRANCHES, MAX_DRAFT_WAIT_US, MAX_G
 MAX_CHOICES = 16
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 MAX_PROMPTS = 256  # where `--max-request-sessions` allows as many
-_ADDED = {"parsed", "parsed_arguments", "provider_specific_fields", "thinking_blocks"}  # to answers, by their clients
+_ADDED = {"annotations", "parsed", "parsed_arguments", "provider_specific_fields", "thinking_blocks"}  # to answers
 _CACHES = {"cache_control", "prompt_cache_breakpoint", "prompt_cache_options", "prompt_cache_retention"}
-_MARKS = frozenset({"annotations", "client_metadata", "encrypted_content", "phase"} | _ADDED | _CACHES)  # of any part
+_LABELS = {"client_metadata", "encrypted_content", "id", "max_tool_calls", "phase"}  # of items and responses
+_MARKS = _ADDED | _CACHES | _LABELS  # are passed over in any part
 _PIECE = 1 << 16
 _MAX_TOKENS = 2**31 - 1
 

@@ -15,7 +15,7 @@ from outrider.speculation.grammar import CONSTANTS
 MAX_MESSAGES = MAX_PARTS = 1_000  # besides the instructions of a response
 MAX_TOOLS = 128
 _LOOKS = re.compile(r"(?<!\\)(?:\\\\)*(?:\\[bBk1-9]|\(\?(?:<?[=!]|P=))")  # around in a pattern, or back
-_FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 TemplateVariables = dict[Literal["enable_thinking", "thinking"], bool]
@@ -41,8 +41,11 @@ class TextPart(Body):
     text: str
 
 
-class Function(Body):
-    name: _FunctionName
+class NamedFunction(Body):
+    name: FunctionName
+
+
+class Function(NamedFunction):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of an object; absent: no parameters.")
     strict: bool | None = Field(None, description="Refuse keywords that grammars lack; otherwise they hold nothing.")
@@ -64,17 +67,12 @@ class Tool(Body):
     function: Function
 
 
-class NamedFunction(Body):
-    name: _FunctionName
-
-
 class ToolChoice(Body):
     type: Literal["function"]
     function: NamedFunction
 
 
-class CalledFunction(Body):
-    name: _FunctionName
+class CalledFunction(NamedFunction):
     arguments: str = Field(description="A JSON object.")
 
     def read(self) -> dict[str, Any]:

@@ -39,7 +39,6 @@ def _joined(content: str | list[ItemText]) -> str:
 
 
 class _Item(Body):
-    id: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
     status: str | None = Field(None, max_length=64, description="Ignored.")
 
 
@@ -148,7 +147,6 @@ class ResponsesBody(GenerationBody):
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = Field(
         None, description="Ignored: reasoning is sent as it is."
     )
-    max_tool_calls: int | None = Field(None, description="Ignored: it is for built-in tools.")
 
     @model_validator(mode="after")
     def _whole(self) -> ResponsesBody:
@@ -181,15 +179,10 @@ def _messages(instructions: str | None, items: str | Sequence[Item]) -> list[cha
     given = [{"role": "user", "content": items}] if isinstance(items, str) else [item.message for item in items]
     for message in given:
         last = messages[-1] if messages else {}
-        begins = _stage(message) <= _stage(last) and "tool_calls" not in message
-        if begins or not last.get("role") == message["role"] == "assistant":
-            messages.append(message)
-        else:
+        goes_on = "tool_calls" in message or ("content" in message and last.keys() == {"role", "reasoning_content"})
+        if goes_on and last.get("role") == message["role"] == "assistant":
             calls = last.get("tool_calls", []) + message.get("tool_calls", [])
             last |= message | ({"tool_calls": calls} if calls else {})
+        else:
+            messages.append(message)
     return [chats.Message(**({"content": ""} | message)) for message in messages]
-
-
-def _stage(message: dict[str, Any]) -> int:
-    """Return how far an answer has come: to its reasoning, its content or its calls."""
-    return max(("reasoning_content" in message), ("content" in message) * 2, ("tool_calls" in message) * 3)
