@@ -213,6 +213,29 @@ async def test_an_agent_calls_two_tools_and_ends(api: AsyncOpenAI) -> None:
     assert answer.output_text
 
 
+async def test_a_call_of_a_namespace_has_both_names(api: AsyncOpenAI, house: House) -> None:
+    """As Codex has the tools of its agents and of MCP servers. The target is told of one name, as by vLLM."""
+    weather, *others = FLAT
+    space = {"type": "namespace", "name": "mcp__sky", "description": "The sky.", "tools": [weather]}
+    named = {"type": "function", "name": "mcp__sky__get_weather"}
+    body = CALLS | {"tools": [*others, space], "tool_choice": named, "seed": 3}
+    *_, last = events = await events_of(house, body)
+    [call] = last["response"]["output"]
+    assert (call["namespace"], call["name"]) == ("mcp__sky", "get_weather")
+    assert {event["item"]["namespace"] for event in events if "item" in event} == {"mcp__sky"}
+    assert last["response"]["tools"][-1]["tools"][0]["name"] == "get_weather"
+    flat = [*others, weather | {"name": named["name"]}]
+    [same] = (await api.responses.create(**CALLS | {"tools": flat, "tool_choice": named}, **SEED)).output
+    assert (same.type, same.arguments) == ("function_call", call["arguments"])
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "Sunny."}
+    told = []
+    for item in (call, same.model_dump() | {"call_id": call["call_id"]}):
+        items: list[Any] = [{"role": "user", "content": "Weather?"}, item, output]
+        told.append(await api.responses.create(**ASK | {"input": items}, **SEED))
+    assert told[0].output_text == told[1].output_text
+    assert (told[0].usage and told[0].usage.input_tokens) == (told[1].usage and told[1].usage.input_tokens)
+
+
 async def test_a_stream_that_fails_says_so(api: AsyncOpenAI, house: House) -> None:
     more = {"seed": 3, "ignore_eos": True}
     events = []
@@ -258,6 +281,9 @@ async def test_a_stream_that_fails_names_the_field_of_its_request(api: AsyncOpen
         ({"background": True}, "background", "nothing is stored"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search'"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools.0.type", "'mcp'"),
+        ({"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "mcp"}]}]}, "tools.0.tools.0.type", "'mcp'"),
+        ({"tools": [{"type": "namespace", "name": "x"}]}, "tools.0", "required with type namespace"),
+        ({"tools": [{**FLAT[0], "tools": [FLAT[1]]}]}, "tools.0", "only there"),
         ({"tools": [{**FLAT[0], "parameters": {"not": {}}}], "tool_choice": "required"}, "tools", "tools"),
         ({"tools": FLAT, "tool_choice": {"type": "function", "name": "x"}}, "body", "tool_choice"),
         (

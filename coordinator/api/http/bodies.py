@@ -27,7 +27,7 @@ DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 MAX_PROMPTS = 256  # where `--max-request-sessions` allows as many
 _ADDED = {"annotations", "parsed", "parsed_arguments", "provider_specific_fields", "thinking_blocks"}  # to answers
 _CACHES = {"cache_control", "prompt_cache_breakpoint", "prompt_cache_options", "prompt_cache_retention"}
-_LABELS = {"client_metadata", "encrypted_content", "id", "max_tool_calls", "phase"}  # of items and responses
+_LABELS = {"client_metadata", "encrypted_content", "id", "max_tool_calls", "phase", "safety_identifier"}
 _MARKS = _ADDED | _CACHES | _LABELS  # are passed over in any part
 _PIECE = 1 << 16
 _MAX_TOKENS = 2**31 - 1
@@ -216,7 +216,6 @@ class GenerationBody(Body):
     metadata: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored.")
     store: bool | None = Field(None, description="Ignored: nothing is stored for later retrieval.")
     service_tier: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
-    safety_identifier: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
     prompt_cache_key: Annotated[str | None, Unkept] = Field(None, description="Ignored: cache_salt separates prefixes.")
 
     @model_validator(mode="after")

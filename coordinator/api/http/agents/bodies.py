@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import from_json
@@ -43,6 +43,10 @@ class TextPart(Body):
 
 class NamedFunction(Body):
     name: FunctionName
+
+    def within(self, namespace: str | None) -> Self:
+        """Return the function under the name that the target is told."""
+        return self.model_copy(update={"name": f"{namespace}__{self.name}"}) if namespace else self
 
 
 class Function(NamedFunction):

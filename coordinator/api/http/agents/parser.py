@@ -15,8 +15,8 @@ from coordinator.sessions.detokenizer import overlap
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_BARE = re.compile(r"\s*+([\w.-]{1,64}+)\s*+(?:\[ARGS\])?\s*+(?=\{)")
-_BARE_BEGINS = re.compile(r"\s*+[\w.-]{0,64}+\s*+(?:\[[ARGS]{0,4}+\]?)?\s*+")
+_BARE = re.compile(r"\s*+([\w.-]{1,130}+)\s*+(?:\[ARGS\])?\s*+(?=\{)")
+_BARE_BEGINS = re.compile(r"\s*+[\w.-]{0,130}+\s*+(?:\[[ARGS]{0,4}+\]?)?\s*+")
 _BLANK = " \t\r\n"
 _BETWEEN = _BLANK + ",;"
 _MOST = 1_024  # characters that may begin thoughts or a call: each further one has all of them read again

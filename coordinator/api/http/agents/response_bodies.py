@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -55,10 +55,12 @@ class MessageItem(_Item):
 class CallItem(_Item, chats.CalledFunction):
     type: Literal["function_call"]
     call_id: str = Field(max_length=OTHER)
+    namespace: chats.FunctionName | None = None
 
     @property
     def message(self) -> dict[str, Any]:
-        return {"role": "assistant", "tool_calls": [chats.ToolCall(id=self.call_id, function=self)]}
+        call = chats.ToolCall(id=self.call_id, function=self.within(self.namespace))
+        return {"role": "assistant", "tool_calls": [call]}
 
 
 class CallOutputItem(_Item):
@@ -97,7 +99,14 @@ Item = Annotated[
 
 
 class FunctionTool(chats.Function):
-    type: Literal["function"]
+    type: Literal["function", "namespace"]
+    tools: Annotated[list[FunctionTool], Field(max_length=chats.MAX_TOOLS, fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _one_level(self) -> FunctionTool:
+        if (self.tools is None) != (self.type == "function") or any(it.tools is not None for it in self.tools or ()):
+            raise ValueError("tools are functions, required with type namespace, and only there")
+        return self
 
 
 class FunctionChoice(chats.NamedFunction):
@@ -156,6 +165,14 @@ class ResponsesBody(GenerationBody):
         json.dumps([self.metadata, self.model_dump(include={"text", "tools"})], allow_nan=False)  # the reply has them
         return self
 
+    @property
+    def functions(self) -> Iterator[tuple[FunctionTool, dict[str, str]]]:
+        """Yield the functions as the target is told of them, each with the fields that name it in a call."""
+        for tool in self.tools or ():
+            space = {} if tool.tools is None else {"namespace": tool.name}
+            for each in [tool] if tool.tools is None else tool.tools:
+                yield each.within(space.get("namespace")), {"name": each.name, **space}
+
     @cached_property
     def chat(self) -> chats.ChatBody:
         """Return the same request as a chat."""
@@ -164,7 +181,7 @@ class ResponsesBody(GenerationBody):
         given |= {"tool_choice": self.tool_choice, "max_completion_tokens": self.max_output_tokens}
         if isinstance(self.tool_choice, FunctionChoice):
             given["tool_choice"] = chats.ToolChoice(type="function", function=self.tool_choice)
-        given["tools"] = [chats.Tool(type="function", function=tool) for tool in self.tools or ()]
+        given["tools"] = [chats.Tool(type="function", function=tool) for tool, _ in self.functions]
         text = self.text or TextOptions()
         given |= {"verbosity": text.verbosity, "reasoning_effort": self.reasoning and self.reasoning.effort}
         if (form := text.format) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
 from coordinator.api.http.agents.bodies import ChatBody
@@ -63,6 +63,7 @@ class ResponseReplies:
         self._body = body.model_copy(update=unread)
         self._given = body.model_dump(include={"text", "tool_choice", "tools"}, exclude_none=True, by_alias=True)
         self._model = model
+        self._names = {tool.name: named for tool, named in body.functions}  # of calls, by what the target is told
         self._reader = AnswerReader(body.chat, target, manner)
         self._created = int(time.time())
 
@@ -87,7 +88,7 @@ class ResponseReplies:
                 yield {"type": "response.failed", "response": response, "sequence_number": number}
 
     async def _events(self, session: Session) -> AsyncGenerator[Json, None]:
-        output, names = _Output(session), ["created", "in_progress"]
+        output, names = _Output(session, self._names), ["created", "in_progress"]
         async with contextlib.aclosing(progress([session])) as updates:
             async for _, tokens in updates:
                 while names:
@@ -135,9 +136,9 @@ class ResponseReplies:
 class _Output:
     """Items of a response. Each has events for its beginning, its parts and its end."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, names: Mapping[str, Json]) -> None:
         self.items: list[Json] = []
-        self._session = session
+        self._session, self._names = session, names
         self._kind: PartKind | None = None  # of the item that is open
 
     def add(self, part: Part) -> Iterator[Json]:
@@ -164,7 +165,7 @@ class _Output:
         number = len(self.items)
         item = item | {"id": f"{prefix}_{self._session.record.session_id}_{number}", "status": "in_progress"}
         if begun.kind is PartKind.CALL:
-            item |= {"call_id": call_id(self._session, number), "name": begun.text}
+            item |= {"call_id": call_id(self._session, number), **self._names[begun.text]}
         self.items.append(item)
         yield {"type": "response.output_item.added", "output_index": number, "item": {**item}}
         if part:

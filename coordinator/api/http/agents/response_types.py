@@ -26,6 +26,7 @@ class OutputItem(TypedDict):
     summary: NotRequired[Annotated[list[Any], Field(description="Of reasoning: empty.")]]
     call_id: NotRequired[Annotated[str, Field(description="Of a call, for the item with its output.")]]
     name: NotRequired[Annotated[str, Field(description="Of a call.")]]
+    namespace: NotRequired[Annotated[str, Field(description="Of a call, if its tool is in one.")]]
     arguments: NotRequired[Annotated[str, Field(description="Of a call: a JSON object.")]]
 
 

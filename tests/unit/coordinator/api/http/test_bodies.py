@@ -277,6 +277,7 @@ def test_a_call_that_was_cut_keeps_the_arguments_that_are_whole() -> None:
 def test_what_other_servers_take_and_changes_nothing_is_taken() -> None:
     part = {"type": "text", "text": "Hi.", "prompt_cache_breakpoint": {"mode": "explicit"}}
     said = {"role": "assistant", "content": "So.", "reasoning": "Hm."}  # as vLLM writes it
+    said |= {"id": "msg_1", "annotations": [{"type": "url_citation"}], "function_call": None}  # as clients keep it
     cut = {"role": "assistant", "content": None, "reasoning": "Hm."}  # of an answer that ended in its thoughts
     body = {"messages": [{"role": "user", "content": [part]}, said, cut], "top_logprobs": 0, "verbosity": "medium"}
     chat = ChatBody.model_validate(body)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from coordinator.api.http.agents.dialects import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, Dialect, Manner
 from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
 
-NAMES = ("get_weather", "get_time", "f")
+LONG = f"{'s' * 64}__{'g' * 64}"  # of a tool within a namespace
+NAMES = ("get_weather", "get_time", "f", LONG)
 
 
 @dataclass
@@ -161,6 +162,7 @@ SAMPLES: dict[str, tuple[Dialect, str, Answer]] = {
     ),
     "json then text": (JSON, '{"name": "f", "arguments": {}} ok', Answer(" ok", calls=[("f", "{}")])),
     "mistral no list": (MISTRAL, "[TOOL_CALLS] none", Answer("[TOOL_CALLS] none")),
+    "mistral long bare": (MISTRAL_ARGS, f"[TOOL_CALLS]{LONG}[ARGS]{PARIS}", Answer(calls=[(LONG, PARIS)])),
     "mistral unknown bare": (MISTRAL_ARGS, "[TOOL_CALLS]g[ARGS]{}", Answer("[TOOL_CALLS]g[ARGS]{}")),
     "closes more than it opens": (JSON, '{"name": "f"]}}', Answer('{"name": "f"]}}')),
 }

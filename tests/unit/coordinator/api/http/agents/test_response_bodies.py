@@ -70,6 +70,19 @@ def test_items_that_a_client_has_parsed_are_taken() -> None:
     assert messages(USER, said, call("a") | {"parsed_arguments": {}}) == messages(USER, SAID, call("a"))
 
 
+def test_namespaces_have_one_level_and_names_of_their_own() -> None:
+    function = {"type": "function", "name": "g" * 64}
+    space = {"type": "namespace", "name": "s" * 64, "tools": [function]}
+    told = ResponsesBody.model_validate({"input": "Hi.", "tools": [space, function]}).chat.tools or []
+    assert [tool.function.name for tool in told] == [f"{'s' * 64}__{'g' * 64}", "g" * 64]
+    for tools, reason in (
+        ([space | {"tools": [space]}], "tools are functions"),
+        ([space, space], "names of their own"),
+    ):
+        with pytest.raises(ValidationError, match=reason):
+            ResponsesBody.model_validate({"input": "Hi.", "tools": tools})
+
+
 @pytest.mark.parametrize("item", [USER, call("a")], ids=["messages", "calls"])
 def test_as_many_items_as_are_taken_may_have_instructions(item: dict[str, Any]) -> None:
     body = ResponsesBody.model_validate({"input": [item] * MAX_MESSAGES, "instructions": "Be short."})
