@@ -47,14 +47,15 @@ def write_gguf(
     vectors: Mapping[str, Sequence[float]] = {},
     pre: str = "",
     added: Sequence[str] = (),
+    padding: int = 0,
 ) -> Path:
     """Write a model with random weights of about the size that a trained model's have. `kind` is asked by tensor.
 
     `fields` are further ones of the architecture, `vectors` further tensors with given values, `added` tokens that a
-    text has whole.
+    text has whole, `padding` rows of embeddings and head without a token.
     """
     writer = gguf.GGUFWriter(path, architecture)
-    _describe(writer, shape, architecture, pre or ("qwen2" if architecture == "qwen2" else "smollm"), added)
+    _describe(writer, shape, architecture, pre or ("qwen2" if architecture == "qwen2" else "smollm"), added, padding)
     for name, value in fields.items():
         writer.add_key_value(f"{architecture}.{name}", value, gguf.GGUFValueType.get_type(value))
     random = np.random.default_rng(seed)
@@ -177,7 +178,12 @@ def _tensors(shape: Shape, architecture: str) -> Iterator[tuple[str, tuple[int, 
 
 
 def _describe(
-    writer: gguf.GGUFWriter, shape: Shape, architecture: str, pre: str = "smollm", added: Sequence[str] = ()
+    writer: gguf.GGUFWriter,
+    shape: Shape,
+    architecture: str,
+    pre: str = "smollm",
+    added: Sequence[str] = (),
+    padding: int = 0,
 ) -> None:
     writer.add_name("random")
     writer.add_context_length(2048)
@@ -196,14 +202,16 @@ def _describe(
         writer.add_sliding_window(512)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"{first}{second}" for first in alphabet for second in alphabet if (first + second).isascii()]
-    words = words[: shape.vocab - len(alphabet) - len(added) - 1]
-    unused = [f"<|unused {index}|>" for index in range(shape.vocab - len(alphabet) - len(words) - len(added) - 1)]
-    tokens = [*alphabet, *words, *unused, *added, EOS]
+    end = shape.vocab - padding - 1
+    words = words[: end - len(alphabet) - len(added)]
+    unused = [f"<|unused {index}|>" for index in range(end - len(alphabet) - len(words) - len(added))]
+    pads = [f"[PAD{index}]" for index in range(end + 1, shape.vocab)]  # as llama.cpp's converter has them
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * (len(alphabet) + len(words)) + [3] * (len(unused) + len(added) + 1))
+    writer.add_token_list([*alphabet, *words, *unused, *added, EOS, *pads])
+    kinds = [1] * (len(alphabet) + len(words)) + [3] * (len(unused) + len(added) + 1) + [5] * padding
+    writer.add_token_types(kinds)
     writer.add_token_merges([f"{word[0]} {word[1]}" for word in words])
-    writer.add_eos_token_id(shape.vocab - 1)
-    writer.add_bos_token_id(shape.vocab - 1)
-    writer.add_pad_token_id(shape.vocab - 1)
+    writer.add_eos_token_id(end)
+    writer.add_bos_token_id(end)
+    writer.add_pad_token_id(end)

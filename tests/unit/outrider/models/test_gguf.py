@@ -27,6 +27,7 @@ from outrider.models.hub import locate, locate_safetensors
 from outrider.models.tokenizer import load_tokenizer, save_tokenizer
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import SamplingDefaults
+from outrider.protocol.vocabulary import Vocabulary
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead, read_embeddings_and_head
 from tests import gguf_files
 from tests.gguf_files import Shape, q4_k_m, write_gguf
@@ -599,15 +600,29 @@ def test_a_space_is_put_first_unless_the_file_says_no(
         if stated is not None:
             writer.add_add_space_prefix(stated)
 
-    add_tokens = gguf.GGUFWriter.add_token_list
+    add_tokens, add_types = gguf.GGUFWriter.add_token_list, gguf.GGUFWriter.add_token_types
+    types = [2, 1, 1, 1, 1, *[5] * (SMALL.vocab - 5)]  # the last one is its end token all the same
     monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", describe)
     monkeypatch.setattr(gguf.GGUFWriter, "add_token_list", lambda writer, _: add_tokens(writer, tokens))
-    monkeypatch.setattr(gguf.GGUFWriter, "add_token_types", lambda writer, _: None)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_token_types", lambda writer, _: add_types(writer, types))
     monkeypatch.setattr(gguf.GGUFWriter, "add_token_merges", lambda writer, _: None)
     for tokenizer in tokenizers_of(scaled_file(tmp_path, architecture), tmp_path):
         assert tokenizer.encode("ab", add_special_tokens=False) == ids
         assert tokenizer.decode([4, 1]) == ("ab" if stated is not False else " ab")
         assert max(tokenizer.get_vocab().values()) < SMALL.vocab, "without <s> and </s>, which this file has not"
+        assert tokenizer.eos_token_id == SMALL.vocab - 1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_rows_of_the_head_without_a_token_are_no_part_of_the_vocabulary(architecture: str, tmp_path: Path) -> None:
+    """The sizes of Qwen2.5 have different numbers of them, and its safetensors name none: one must draft for others."""
+    found = []
+    for padding in (0, 8):
+        shape = replace(SMALL, vocab=SMALL.vocab + padding)
+        path = write_gguf(tmp_path / f"{padding}.gguf", shape, lambda _: "Q8_0", architecture, padding=padding)
+        assert AutoConfig.from_pretrained(locate(str(path), print)).vocab_size == shape.vocab
+        found += [Vocabulary.of(tokenizer) for tokenizer in tokenizers_of(path, tmp_path)]
+    assert len({vocabulary.digest for vocabulary in found}) == 1
 
 
 @pytest.mark.parametrize("added", [False, True])
