@@ -47,11 +47,8 @@ class PublishedEagle3(PublishedModule):
         target_hidden = config.integer("target_hidden_size", shape.hidden)
         states = _layer_ids(config, eagle)
         uses_states = eagle.flag("use_aux_hidden_state", True)
-        count = (
-            config.integer("num_aux_hidden_states", len(states) or _USUAL_STATES, at_most=MAX_LAYERS)
-            if uses_states
-            else 1
-        )
+        usual = len(states) or _USUAL_STATES
+        count = config.integer("num_aux_hidden_states", usual, at_most=MAX_LAYERS) if uses_states else 1
         if states and uses_states and len(states) != count:
             raise config.wrong("num_aux_hidden_states", count, f"{len(states)}, the number of layer ids")
         needs = TargetNeeds(

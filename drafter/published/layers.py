@@ -47,7 +47,7 @@ class DecoderShape:
         kind = config.text("model_type", "llama")
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         head_dim = config.integer("head_dim", max(1, hidden // heads))
-        qkv_bias = kind in _BIASED
+        qkv_bias = kind in _BIASED or config.flag("qkv_bias", False)
         bias = config.flag("attention_bias", False) and not qkv_bias
         centred = kind == QWEN_NEXT
         if centred:

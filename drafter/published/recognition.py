@@ -26,7 +26,7 @@ _MODULES: dict[str, ModuleMaker] = {
     "qwen3-next-mtp": QwenMtp,
 }
 # Architectures, and tensors that formats of other architectures do not have; the first sign that is found decides.
-_ARCHITECTURES = (("dspark", "DSpark"), ("dflash2", "^DFlash2"), ("dflash", "DFlash"))
+_ARCHITECTURES = (("dspark", "DSpark"), ("dflash2", "^DFlash2"), ("dflash", "DFlash"), ("domino", "^Domino"))
 _TENSORS = (
     ("peagle", r"mask_hidden"),
     ("eagle3", r"(midlayer|layers\.0)\.hidden_norm\.weight"),
@@ -92,6 +92,5 @@ def _unfolded(config: CheckpointConfig) -> CheckpointConfig:
     layers = config.section("transformer_layer_config")
     kind = config.text("speculators_model_type")
     layers.must_be("model_type", *((QWEN_NEXT,) if kind == "mtp" else _LAYER_TYPES))
-    eagle3 = kind == "eagle3"
     outer = {name: value for name, value in config.values.items() if name not in _AROUND and value is not None}
-    return layers.having(**{"norm_before_residual": eagle3, "sample_from_anchor": False, **outer})
+    return layers.having(**{"norm_before_residual": kind == "eagle3", "sample_from_anchor": False, **outer})

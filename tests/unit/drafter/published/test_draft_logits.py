@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from drafter.published.rows import DraftKvCache
 from tests import published
 from tests.cluster import ROOT
-from tests.published import CASES
+from tests.published import CASES, LLAMA
 from tests.unit.drafter.published.replay import Replay
 
 
@@ -33,3 +33,17 @@ def test_draft_logits_equal_the_recorded_ones(name: str, tmp_path: Path) -> None
     assert torch.equal(ours.ids, recorded["ids"])
     assert len(found) >= published.MIN_POSITIONS
     torch.testing.assert_close(found, recorded["logits"], rtol=0, atol=1e-4)
+
+
+def test_a_configuration_may_say_qkv_bias_as_the_original_reader_of_eagle_does(tmp_path: Path) -> None:
+    """Its checkpoints for targets like Qwen2 need not be named after them; the output has no bias either way."""
+    weights = published.weights_of(published.eagle(tmp_path))
+    for side in ("q", "k", "v"):
+        name = f"layers.0.self_attn.{side}_proj"
+        weights[f"{name}.bias"] = torch.linspace(-1, 1, len(weights[f"{name}.weight"]))
+    found = []
+    for folder, named in (("original", {"qkv_bias": True}), ("qwen2", {"model_type": "qwen2"})):
+        checkpoint = published.write(tmp_path / folder, LLAMA | named, weights)
+        ours = Replay(checkpoint)
+        found.append(torch.cat([ours.run(call) for call in published.calls("eagle", checkpoint, rounds=2)]))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)

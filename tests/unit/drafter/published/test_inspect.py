@@ -233,6 +233,7 @@ def test_a_modules_own_embeddings_and_head_come_before_those_of_its_target(tmp_p
         ({"speculators_model_type": "independent"}, "speculators_model_type 'independent'"),
         ({"speculators_model_type": "dflash2"}, "has the format dflash2, which is not supported"),
         ({"architectures": ["DFlash2DraftModel"]}, "has the format dflash2, which is not supported"),
+        ({"architectures": ["DominoDraftModel"]}, "has the format domino, which is not supported"),
     ],
 )
 def test_formats_that_are_not_supported_are_named(values: dict[str, Any], reason: str, tmp_path: Path) -> None:
