@@ -104,7 +104,7 @@ def _parse(text: str, name: str) -> list[TrainingPrompt]:
             continue
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # such as a number of thousands of digits
             raise InvalidRequest.of(f"{name}:{number}", line[:40], f"a JSON object: {error}") from error
         prompt = entry.get("prompt") if isinstance(entry, dict) else None
         if not isinstance(prompt, str) or not prompt.strip() or any("\ud800" <= char <= "\udfff" for char in prompt):

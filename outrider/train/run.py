@@ -24,7 +24,7 @@ from outrider.train import data, loop
 from outrider.train.artifacts import card as cards
 from outrider.train.artifacts.card import Card
 from outrider.train.artifacts.eagle import Eagle
-from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead, read_embeddings_and_head
 from outrider.train.data import DataRecipe, Dataset, Example, TrainingPrompt
 from outrider.train.fit import frequent_ids
 from outrider.train.methods.eagle import EagleMethod
@@ -70,8 +70,6 @@ class TrainingOrder:
             raise StartupError.of("method", self.method, f"one of {', '.join(METHODS)}")
         if self.start and self.method != "eagle":
             raise StartupError.of("from", self.start, "given with eagle only")
-        if self.start:
-            cards.load(cards.locate(self.start, self.method), self.method)
         if self.method == "distill" and self.hidden % (2 * max(1, self.hidden // 64)):
             raise StartupError.of("hidden", self.hidden, "a multiple of 64, or an even number below 128")
         if self.method == "dspark" and self.heads < 2:
@@ -107,6 +105,10 @@ def train(order: TrainingOrder, watcher: Watcher) -> Card:
 def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     device = pick_device(order.device)
     prompts, held_out = _prompts(order.prompts)
+    if order.start:  # for this target: told before it writes texts
+        card, _ = cards.load(cards.locate(order.start, order.method), order.method)
+        digest = read_embeddings_and_head(order.target, watcher.on_status).digest
+        card.check_target(Path(order.start), order.target, digest)
     info, recipe, examples, held_out_examples = _data(order, prompts, held_out, watcher)
     target_weights, method = _method(order, device, examples, info.vocab_size, watcher)
     if order.restart:
@@ -204,7 +206,6 @@ def _make(order: TrainingOrder, inputs: TrainingInputs, begun: tuple[Card, dict[
         start = None
         if begun:
             card, weights = begun
-            card.check_target(Path(order.start), order.target, inputs.target_weights.digest)
             start = Eagle.from_weights(card.shape, {**weights, "ids": inputs.ids}, inputs.target_weights)
         return EagleMethod(inputs, layers=order.layers, steps=order.unroll, start=start)
     if order.method == "eagle3":

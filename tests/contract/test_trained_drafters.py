@@ -155,6 +155,16 @@ def test_a_trained_drafter_is_continued(order: TrainingOrder, made: dict[str, Ma
         run.train(replace(mine, out=order.out.with_name("wrong"), start=str(made["medusa"].folder)), Watched())
 
 
+def test_a_drafter_of_another_target_is_not_continued_and_no_text_is_written(
+    order: TrainingOrder, made: dict[str, Made], models: Models, tmp_path: Path
+) -> None:
+    mine = replace(order, target=str(models.other_target), start=str(made["eagle"].folder))
+    watched = Watched()
+    with pytest.raises(StartupError, match="was trained for target, not for"):
+        run.train(replace(mine, out=tmp_path / "out", data_home=tmp_path / "data"), watched)
+    assert not watched.written, "of an hour, for a large target"
+
+
 def test_a_damaged_checkpoint_is_told(order: TrainingOrder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_CHECKPOINT_S", 0.0)
     mine = replace(order, out=order.out.with_name("damaged"))

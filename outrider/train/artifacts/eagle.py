@@ -54,19 +54,19 @@ class EagleShape:
 
     @classmethod
     def like(cls, model: PreTrainedModel, layers: int = 1) -> EagleShape:
-        """Return the shape of the target's own layers."""
+        """Return the shape of the target's own layers; of one of them where they differ, as in Gemma 3n and 4."""
         config = model.config.get_text_config()
-        heads = config.num_attention_heads
+        heads, inner = config.num_attention_heads, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)
         return cls(
             hidden=config.hidden_size,
-            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            inner=inner if isinstance(inner, int) else inner[-1],
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             layers=layers,
             rope_theta=float(theta),
             context=int(getattr(config, "max_position_embeddings", 8192)),
-            head_dim=getattr(config, "head_dim", None) or 0,
+            head_dim=vars(config).get("head_dim") or getattr(config, "head_dim", None) or 0,
         )
 
 

@@ -36,8 +36,8 @@ class EmbeddingsAndHead:
     def of(cls, model: PreTrainedModel) -> EmbeddingsAndHead:
         """Return those of a loaded model."""
         out: Any = model.get_output_embeddings()
-        head = _scaled(out.weight.detach(), model.config)
-        return cls(model.get_input_embeddings().weight.detach(), head, out.bias, _softcap(model.config))
+        head, bias = _scaled(out.weight.detach(), model.config), None if out.bias is None else out.bias.detach()
+        return cls(model.get_input_embeddings().weight.detach(), head, bias, _softcap(model.config))
 
     def on(self, device: torch.device) -> EmbeddingsAndHead:
         """Return them on a device."""

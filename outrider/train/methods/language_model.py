@@ -38,8 +38,8 @@ class LanguageMethod:
         return accepted_guesses([guesses] * _DEPTH, self._target_weights, batch)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        trained = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
-        own = {name: weight.detach().to(torch.bfloat16) for name, weight in trained.items()}
+        parameters = self.module.named_parameters()
+        own = {name: weight.detach().to(torch.bfloat16) for name, weight in parameters if weight.requires_grad}
         return own | {"ids": self._ids.to(torch.int32)}
 
     def _states(self, batch: Batch) -> torch.Tensor:
@@ -79,8 +79,7 @@ def early_exit(inputs: TrainingInputs, *, exit_layers: int, layers: int) -> Lang
             message = f"its last layers have other weights than layer {index + 1}"
             raise StartupError.of("exit_layers", exit_layers, "another number", f": {message}") from error
         body.layers.append(layer)
-    for weight in target.parameters():
-        weight.requires_grad_(requires_grad=False)
+    target.requires_grad_(requires_grad=False)
     for part in (*body.layers[exit_layers:], body.norm):
         part.requires_grad_(requires_grad=True)
     return LanguageMethod(target, inputs.target_weights, inputs.ids, {"exit_layers": exit_layers, "layers": layers})

@@ -166,7 +166,19 @@ def test_a_prompt_that_is_too_long_is_told_before_any_text_is_written(target: Lo
         next(data._Generator(target, recipe, prompts).generate(range(len(prompts))))
 
 
-@pytest.mark.parametrize("line", ['{"prompt": "a \\ud800"}', '{"prompt": " "}', '{"prompt": 5}', '["prompt"]', "{"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": "a \\ud800"}',
+        '{"prompt": " "}',
+        '{"prompt": 5}',
+        '["prompt"]',
+        "{",
+        f'{{"prompt": "a", "id": {"9" * 5000}}}',
+        "[" * 100_000,
+    ],
+    ids=lambda line: line[:20],
+)
 def test_a_line_that_is_no_prompt_is_told(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": "Say something."}}\n{line}\n')

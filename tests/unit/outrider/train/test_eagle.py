@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from outrider.train.artifacts.eagle import Eagle, EagleShape
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.methods.interface import cross_entropy
-from tests.architectures import tiny_model
+from tests.architectures import tiny_config, tiny_model
 
 VOCABULARY, PLACES, STEPS = 40, 9, 4
 
@@ -76,3 +79,11 @@ def test_a_batch_without_chosen_places_loses_nothing() -> None:
     loss = cross_entropy(torch.randn(0, 30).softmax(dim=-1), drafter)
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss.item() == 0.0
+
+
+@pytest.mark.parametrize(("family", "inner"), [("gemma3n_text", 16_384), ("gemma4_text", 96)])
+def test_a_target_whose_layers_differ_lends_the_shape_of_one(family: str, inner: int) -> None:
+    target: Any = SimpleNamespace(config=tiny_config(family, {}))
+    shape = EagleShape.like(target)
+    assert (shape.inner, shape.head_dim) == (inner, 16)
+    shape.config(num_ids=16)

@@ -19,6 +19,7 @@ SCALED: dict[str, dict[str, Any]] = {
     "minicpm3": {"dim_model_base": 8},
     "hyperclovax": {"logits_scaling": 0.25},
     "falcon_h1": {"lm_head_multiplier": 0.3},
+    "phi": {},  # its head has a bias
 }
 
 
@@ -36,3 +37,10 @@ def test_logits_are_the_target_s_own(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(
             few.logits(states.bfloat16(), slice(None)).float(), wanted[:, [3, 5]], rtol=0.1, atol=0.1
         )
+
+
+def test_nothing_of_a_target_is_trained() -> None:
+    """A step of training would go through its head's bias a second time."""
+    matrices = EmbeddingsAndHead.of(tiny_model("phi", {}))
+    assert matrices.head_bias is not None
+    assert not matrices.probs(torch.ones(1, matrices.hidden)).requires_grad
