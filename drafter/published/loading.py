@@ -20,6 +20,7 @@ from outrider.protocol.errors import ModelMismatch, StartupError
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 
 _IDS = "d2t"  # offset of each drafted id's target id
+_EXACT = ".e_score_correction_bias"  # much larger than what decides between experts: float32 in any case
 _PROJECTION = ("fc", "input_norm", "fc_norm", "hidden_norm")  # modules before the first layer
 
 
@@ -145,7 +146,10 @@ class PublishedCheckpoint:
 
     def load(self, target: EmbeddingsAndHead | None = None, dtype: torch.dtype = torch.float32) -> PublishedModule:
         """Fill the module, with the target's embeddings and head where the checkpoint has none."""
-        weights = {name: read_finite(self.folder, name, entry, dtype) for name, entry in self.entries.items()}
+        weights = {
+            name: read_finite(self.folder, name, entry, torch.float32 if name.endswith(_EXACT) else dtype)
+            for name, entry in self.entries.items()
+        }
         for name in self.lacks:
             if target is None or target.head_bias is not None or target.softcap:
                 raise refused(self.folder, f"has no {name}, and the target has no plain one")

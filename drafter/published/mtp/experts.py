@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -121,7 +122,7 @@ class DeepseekExperts(SparseMlp):
         self.shared_experts = GatedMlp(hidden, shared * config.integer("moe_intermediate_size", at_most=MAX_IDS))
 
     def route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = self.gate(rows).float().sigmoid()
+        scores: Any = functional.linear(rows.float(), self.gate.weight.float()).sigmoid()
         biased = (scores + self.gate.e_score_correction_bias).view(len(rows), self._groups, -1)
         promise = biased.topk(min(2, biased.shape[-1]), dim=-1).values.sum(dim=-1)  # [rows, groups]
         best = promise.topk(self._best_groups, dim=-1).indices

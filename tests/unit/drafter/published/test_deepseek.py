@@ -13,6 +13,7 @@ from transformers import DeepseekV3Config
 from transformers.masking_utils import create_causal_mask
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
 
+from drafter.published.loading import PublishedCheckpoint
 from tests import published
 from tests.published import VOCAB, Call, Weights, calls, weights_of
 from tests.unit.drafter.published.replay import Replay
@@ -88,3 +89,20 @@ def test_draft_logits_equal_those_of_transformers(rope: str, low_rank: bool, tmp
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
         positions += len(found)
     assert positions >= published.MIN_POSITIONS
+
+
+@pytest.mark.parametrize("make", [published.deepseek, published.glm])
+def test_experts_are_chosen_as_in_float32(make: published.Maker, tmp_path: Path) -> None:
+    """Their correction is much larger than its differences: with both in bfloat16 others would be chosen."""
+    config = json.loads((make(tmp_path) / "config.json").read_text())
+    weights, gate = weights_of(tmp_path), f"{LAYER}mlp.gate."
+    random = torch.Generator().manual_seed(3)
+    weights[f"{gate}weight"] = weights[f"{gate}weight"].bfloat16().float()
+    weights[f"{gate}e_score_correction_bias"] = 8 + 0.01 * torch.randn(config["n_routed_experts"], generator=random)
+    published.write(tmp_path, config, weights, "sharded")
+    rows = torch.randn(64, published.HIDDEN, generator=random).bfloat16()
+    chosen = []
+    for dtype in (torch.float32, torch.bfloat16):
+        module: Any = PublishedCheckpoint.open(tmp_path).load(dtype=dtype)
+        chosen.append(module.layer.mlp.route(rows.to(dtype))[1])
+    assert torch.equal(*chosen)
