@@ -186,7 +186,8 @@ def load(settings: DrafterSettings, progress: Callable[[str], None]) -> tuple[Mo
         raise StartupError(f"kind {settings.kind} needs --model", field="model", value="", limit=limit)
     head_ids = read_vocabulary(settings.draft_vocabulary) if settings.draft_vocabulary else None
     loaded = load_model(settings.model, replace(EngineOptions.of(settings), head_ids=head_ids), progress)
-    target_digest = cards.read_card(Path(settings.model)).target_lineage if cards.is_trained(settings.model) else ""
+    folder = Path(settings.model).expanduser()  # a shell leaves the ~ of model:~/folder
+    target_digest = cards.read_card(folder).target_lineage if cards.is_trained(settings.model) else ""
     drafter = ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, head_ids, target_digest)
     return drafter, loaded
 

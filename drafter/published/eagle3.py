@@ -51,13 +51,8 @@ class PublishedEagle3(PublishedModule):
         count = config.integer("num_aux_hidden_states", usual, at_most=MAX_LAYERS) if uses_states else 1
         if states and uses_states and len(states) != count:
             raise config.wrong("num_aux_hidden_states", count, f"{len(states)}, the number of layer ids")
-        needs = TargetNeeds(
-            hidden=target_hidden,
-            vocab=vocab_of(config),
-            states=count,
-            state_layers=states if uses_states else (),
-            final_state=not uses_states,
-        )
+        captured = states if uses_states else ()
+        needs = TargetNeeds(target_hidden, vocab_of(config), count, captured, final_state=not uses_states)
         super().__init__(config, shape, needs, layers)
         before_fc = eagle.flag("norm_before_fc", config.flag("norm_before_fc", False))
         width = target_hidden * count

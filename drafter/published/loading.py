@@ -65,11 +65,8 @@ class PublishedCheckpoint:
         found = weight_entries(folder)
         recognised = recognise(config, found.keys())
         module = recognised.make(recognised.config, found.keys())
-        entries = {}
-        for name, entry in found.items():
-            parameter = module.published_name(name)
-            if parameter is not None:
-                entries[parameter] = entry
+        named = {module.published_name(name): entry for name, entry in found.items()}
+        entries = {name: entry for name, entry in named.items() if name is not None}
         ids = entries.pop(_IDS, None)
         checkpoint = cls(folder, recognised, module, entries, ids)
         checkpoint._check_shapes()
@@ -111,10 +108,8 @@ class PublishedCheckpoint:
         layers = needs.layers_of(target.layers)
         if layers and not 1 <= min(layers) <= max(layers) <= target.layers:
             raise self._mismatch(target, f"number of layers {target.layers}", f"states after the layers {layers}")
-        if self.lacks and self.module.shape.hidden != target.hidden:
-            raise self._mismatch(
-                target, f"width {target.hidden}", f"{self.lacks[0]} of width {self.module.shape.hidden}"
-            )
+        if self.lacks and (width := self.module.shape.hidden) != target.hidden:
+            raise self._mismatch(target, f"width {target.hidden}", f"{self.lacks[0]} of width {width}")
 
     def _compare(self, target: TargetSize, what: str, found: int, needed: int) -> None:
         if found != needed:

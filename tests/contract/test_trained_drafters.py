@@ -14,9 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from drafter.methods.registry import make
 from outrider.engine.loading.loader import LoadedModel
 from outrider.models.drafter_choice import choose_drafter
 from outrider.protocol.errors import InvalidRequest, StartupError
+from outrider.settings.drafter import DrafterSettings
 from outrider.testing.toy_models import make_model
 from outrider.train import data, loop, run
 from outrider.train.artifacts import card as cards
@@ -401,6 +403,16 @@ def test_a_distilled_drafter_learns_every_id_that_it_is_served_with(made: dict[s
     ids = load_file(made["distill"].folder / cards.WEIGHTS)["ids"]
     config = json.loads((made["distill"].folder / "config.json").read_text())
     assert len(ids) == config["vocab_size"]
+
+
+def test_a_distilled_drafter_may_be_named_from_home(
+    made: dict[str, Made], models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell leaves the ~ of `--drafter model:~/distill` as it is."""
+    monkeypatch.setenv("HOME", str(made["distill"].folder.parent))
+    kind, model = choose_drafter("model:~/distill", str(models.target))
+    settings = DrafterSettings(kind=kind, model=model, target=str(models.target), device="cpu", kv_tokens=4096)
+    assert make(settings, lambda _: None).info.target_digest == made["distill"].card.target_lineage
 
 
 def test_a_kind_may_be_called_all(order: TrainingOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
