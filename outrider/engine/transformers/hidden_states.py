@@ -22,7 +22,8 @@ class StateHooks:
         decoder: Any = model.get_decoder()
         layers: Any = getattr(decoder, "layers", None) or getattr(decoder, "h", ())
         config = model.config.get_text_config()
-        found = len(layers) == config.num_hidden_layers  # else they have another name, and are not captured
+        # Else they have another name, or several streams as those of Gemma 3n: they are not captured.
+        found = len(layers) == config.num_hidden_layers and not hasattr(config, "altup_num_inputs")
         self.shape = (len(layers), int(config.hidden_size)) if found else (0, 0)
         for number, layer in enumerate(layers if found else (), 1):
             layer.register_forward_hook(partial(self._catch, number))

@@ -45,9 +45,11 @@ from outrider.engine.native import NativeEngine
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
 from outrider.engine.transformers.engine import TransformersEngine
+from outrider.engine.transformers.hidden_states import StateHooks
 from outrider.protocol.errors import ModelMismatch, StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.testing.toy_models import make_model
+from tests.architectures import tiny_model
 
 VOCAB = 128
 SHAPE: dict[str, Any] = {
@@ -192,6 +194,12 @@ def test_features_are_what_the_head_sees(kind: str) -> None:
     done = engine_of(kind, model).extend([SessionTokens("s", [1, 2, 3], hidden_from=0)])
     with torch.no_grad():
         assert near(model.lm_head(done.hidden_states[0]), done.logits[0])
+
+
+def test_states_of_layers_with_several_streams_are_not_given() -> None:
+    """Of Gemma 3n. A step that wanted them failed; a drafter that reads them is refused instead."""
+    model = tiny_model("gemma3n_text", {})
+    assert StateHooks(model).shape == (0, 0)
 
 
 LAYERS_READ = (1, 2)
