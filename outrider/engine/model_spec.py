@@ -111,7 +111,7 @@ class ModelSpec:
 
 def build_spec(model: PreTrainedModel) -> ModelSpec:
     """Return a model's spec. Raises UnsupportedModel for one that the structure does not cover."""
-    kind = model.config.model_type
+    kind = model.config.get_text_config().model_type
     if kind not in _FAMILIES:
         raise UnsupportedModel(f"no model spec for models of type {kind!r}")
     try:
@@ -122,7 +122,7 @@ def build_spec(model: PreTrainedModel) -> ModelSpec:
 
 def _llama(model: Any) -> ModelSpec:
     """Return the spec of Llama, Mistral, Qwen 2 and 3, Phi-3 or Gemma: RMS norms, rotation, a gated feed-forward."""
-    config, body = model.config, model.model
+    config, body = model.config.get_text_config(), model.get_decoder()  # of a model that sees images, too
     gemma = config.model_type.startswith("gemma")
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     rotations = _rotations(body.rotary_emb, config)

@@ -99,9 +99,7 @@ Dequantize = Callable[[QuantizedRows, torch.Tensor | None], torch.Tensor]
 
 def convert_gguf(folder: Path, into: Path) -> None:
     """Dequantise the GGUF file of a folder, and save it as safetensors with its tokenizer."""
-    loading = {"config": AutoConfig.from_pretrained(folder), "gguf_file": GGUF, "dtype": torch.float32}
-    model, found = AutoModelForCausalLM.from_pretrained(str(folder), **loading, output_loading_info=True)
-    check_complete(folder.name, model, found)
+    model = load_whole(folder.name, str(folder), gguf_file=GGUF)
     if hasattr(model, "hf_quantizer"):  # transformers refuses to save a model that was loaded as quantised
         del model.hf_quantizer, model.config.quantization_config
     model.generation_config = GenerationConfig.from_pretrained(folder)  # with all end tokens
@@ -214,14 +212,6 @@ def _read_once(source: Path) -> Iterator[gguf.GGUFReader]:
         gguf.GGUFReader = original  # type: ignore[misc]
 
 
-def check_complete(name: str, model: PreTrainedModel, found: Mapping[str, Collection[str]]) -> None:
-    """Raise StartupError where weights are missing, which transformers would draw, or left out, such as scales."""
-    if missing := found["missing_keys"]:
-        raise StartupError.of("target", f"{name} without {', '.join(sorted(missing)[:3])}", "with all its weights")
-    if unread := unread_beside(found["unexpected_keys"], dict(model.named_parameters())):
-        raise StartupError.of("target", f"{name} with {', '.join(unread[:3])}", "without tensors that no model reads")
-
-
 def unread_beside(stored: Iterable[str], wanted: Collection[str]) -> list[str]:
     """Return the stored tensors that a model does not read although it reads others of their module or layer."""
     read = {name.removesuffix(".weight") for name in wanted} | {at[0] for at in map(_LAYER.match, wanted) if at}
@@ -300,7 +290,7 @@ def load_in_place(
     """
     if not Path(folder).is_dir():  # a hub id
         folder = Path(str(cached_file(str(folder), "config.json", local_files_only=True))).parent
-    empty, nothing = empty_model(config), torch.full((1,), torch.nan, dtype=dtype)
+    empty, nothing = empty_model(config, folder), torch.full((1,), torch.nan, dtype=dtype)
     if not (rows := rows_in_file(folder, empty) or rows_in_safetensors(folder, empty)):
         return None
     stay = {name for name, each in rows.items() if each.kind in _IN_PLACE and each.stored.ndim == 2}
@@ -313,8 +303,7 @@ def load_in_place(
     }
     loading = {"config": config, "state_dict": state, "dtype": dtype, "attn_implementation": "eager"}
     model: PreTrainedModel = type(empty).from_pretrained(None, **loading)
-    if (Path(folder) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.generation_config = empty.generation_config
     for name in stay:
         model.get_parameter(name).quantized = rows[name]
     for module in model.modules():
@@ -378,8 +367,31 @@ def detach_rows(model: PreTrainedModel, dequantize: Dequantize) -> None:
         _dequantize_while_running(embeddings, kept, dequantize)
 
 
-def empty_model(config: Any) -> PreTrainedModel:
-    """Return a model without memory for its weights."""
+def empty_model(config: Any, folder: Path | str = "") -> PreTrainedModel:
+    """Return a model without memory for its weights, as a folder says how it ends."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = auto_class(config).from_config(config)
+    if folder and (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def load_whole(name: str, folder: Path | str, **loading: Any) -> PreTrainedModel:
+    """Load a model, in float32 unless told otherwise; raise StartupError for weights missing or left out as scales."""
+    loading = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False} | loading
+    config = loading.setdefault("config", AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    model, found = auto_class(config).from_pretrained(folder, output_loading_info=True, **loading)
+    if missing := found["missing_keys"]:  # transformers would draw them
+        raise StartupError.of("target", f"{name} without {', '.join(sorted(missing)[:3])}", "with all its weights")
+    if unread := unread_beside(found["unexpected_keys"], dict(model.named_parameters())):
+        raise StartupError.of("target", f"{name} with {', '.join(unread[:3])}", "without tensors that no model reads")
+    return model
+
+
+def auto_class(config: Any) -> Any:
+    """Return transformers' class for language models, or for those that see images: they answer texts as well."""
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    raise StartupError.of("target", f"of type {config.model_type}", "a language model that transformers knows")

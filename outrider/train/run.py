@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from outrider.base.atomic_files import room_for
 from outrider.base.config import home
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions, pick_device
+from outrider.models.gguf import load_whole
 from outrider.models.hub import locate, locate_safetensors
 from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -189,9 +190,7 @@ def _method(
 ) -> tuple[EmbeddingsAndHead, Method]:
     watcher.on_status("preparing the drafter")
     torch.manual_seed(order.seed)
-    model = AutoModelForCausalLM.from_pretrained(
-        locate_safetensors(order.target, watcher.on_status), dtype=torch.float32, use_safetensors=True
-    )
+    model = load_whole(order.target, locate_safetensors(order.target, watcher.on_status))
     target_weights = EmbeddingsAndHead.of(model).on(device)
     num_ids = vocab_size if order.method == "distill" else order.num_ids  # it is served as an ordinary model
     begun = cards.load(cards.locate(order.start, order.method), order.method) if order.start else None

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
+from outrider.models.gguf import load_whole
 from outrider.models.hub import locate_safetensors
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import StartupError
@@ -63,12 +63,10 @@ def _lengths_by_layer(
     target: str, examples: Sequence[Example], gamma_max: int, status: Callable[[str], None]
 ) -> list[torch.Tensor]:
     """Return, per layer, the accepted length of each chain if the model ended there, and how many guesses fit."""
-    source = locate_safetensors(target, status)
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True)
+    model: Any = load_whole(target, locate_safetensors(target, status))
     norm = getattr(model.base_model, "norm", None)
     if norm is None:
-        message = f"{type(model).__name__} has no final norm where it is expected: no early exit"
-        raise StartupError(message, field="target")
+        raise StartupError(f"{type(model).__name__} has no final norm where expected: no early exit", field="target")
     target_weights = EmbeddingsAndHead.of(model)
     every = torch.arange(len(target_weights.head))
     found: list[list[torch.Tensor]] = []

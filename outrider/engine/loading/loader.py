@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from outrider.base.openmp import release_threads
@@ -28,7 +28,7 @@ from outrider.engine.model_spec import UnsupportedModel
 from outrider.engine.native import NoCompiler, dequantize
 from outrider.engine.tensor_parallel import RankGroup
 from outrider.engine.throttled import ThrottledEngine, parse_blur, parse_pace
-from outrider.models.gguf import check_complete, load_in_place, quantized_rows
+from outrider.models.gguf import load_in_place, load_whole, quantized_rows
 from outrider.models.hub import locate, locate_safetensors
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import ModelMismatch, StartupError
@@ -73,17 +73,9 @@ def load_model(
         native = options.engine in ("auto", "native") and device.type == "cpu" and not (change or rank_group)
         model = load_in_place(path, dequantize, config, dtype) if native and in_place else None
         if model is None:
-            model, found = AutoModelForCausalLM.from_pretrained(
-                locate_safetensors(name, progress),
-                config=config,
-                dtype=dtype,
-                attn_implementation="eager",  # `make_engine` changes it
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                **({} if rank_group is None else rank_group.sharding()),
-            )
-            check_complete(name, model, found)
+            loading = {} if rank_group is None else rank_group.sharding()
+            loading |= {"config": config, "dtype": dtype, "attn_implementation": "eager"}  # `make_engine` changes it
+            model = load_whole(name, locate_safetensors(name, progress), **loading)
         vocabulary = Vocabulary.of(tokenizer)
     if change is not None:
         change(model)

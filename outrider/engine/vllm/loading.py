@@ -11,14 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.engine.checks.step_cost import rising
 from outrider.engine.loading.identity import WeightSample, describe, sample_stride
@@ -27,6 +20,7 @@ from outrider.engine.paged.arithmetic import USUAL_KERNELS, combine, kernel_arit
 from outrider.engine.vllm.compatibility import installed_version
 from outrider.engine.vllm.core import CoreOptions, VllmCore
 from outrider.engine.vllm.messages import Opening, PlannedSession
+from outrider.models.gguf import empty_model
 from outrider.models.hub import download, find_path, locate, locate_safetensors
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import StartupError
@@ -62,7 +56,7 @@ def load_core(name: str, options: CoreOptions, progress: Callable[[str], None]) 
     with startup_errors(name, "this architecture"):
         tokenizer = AutoTokenizer.from_pretrained(path)
         vocabulary = Vocabulary.of(tokenizer)
-        model = _empty_model(path)
+        model = empty_model(AutoConfig.from_pretrained(path), path)
     progress(f"loading {name} with vLLM {installed_version()}")
     with startup_errors(name):
         core = VllmCore(replace(options, model=path))
@@ -166,7 +160,7 @@ def describe_served(vllm_config: Any) -> ModelInfo:
         path = _folder(found, config.revision)
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
         vocabulary = Vocabulary.of(tokenizer)
-        return _describe(path, _empty_model(path), vllm_config, tokenizer, vocabulary)
+        return _describe(path, empty_model(AutoConfig.from_pretrained(path), path), vllm_config, tokenizer, vocabulary)
 
 
 def _folder(found: Path | str, revision: str | None = None) -> Path:
@@ -199,16 +193,6 @@ def _describe(
         context_length=min(info.context_length, int(config.max_model_len)),
         device=device,
     )
-
-
-def _empty_model(path: Path) -> PreTrainedModel:
-    """Return the model without memory for its weights."""
-    config = AutoConfig.from_pretrained(path)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    if (path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    return model
 
 
 def _read_samples(path: Path, model: PreTrainedModel, dtype: torch.dtype) -> Iterator[WeightSample]:

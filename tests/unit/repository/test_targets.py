@@ -13,7 +13,9 @@ SLOW = {"transformers"}
 SERVED = {
     **dict.fromkeys(("llama", "qwen3", "mistral", "gemma2", "gpt2"), FAST),
     **dict.fromkeys(("phi3, longrope", "llama, Llama 3's scaling", "qwen2, sliding window"), FAST),
-    **dict.fromkeys(("mixtral", "qwen3_moe", "olmo2", "gpt_oss", "gemma3", "phimoe, longrope"), SLOW),
+    **dict.fromkeys(("gemma3", "mistral3"), FAST),  # these see images, and so do the next
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), SLOW),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmo2", "gpt_oss", "phimoe, longrope"), SLOW),
     **dict.fromkeys(("llama4_text, without temperature",), SLOW),
 }
 STATE = "state that Outrider cannot roll back"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import OPTConfig, OPTForCausalLM, VoxtralConfig
 
 from outrider.engine.cuda import decoder
 from outrider.engine.cuda.engine import CudaGraphEngine
@@ -20,7 +21,7 @@ from outrider.engine.model_spec import UnsupportedModel
 from outrider.engine.native import NativeEngine
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import StartupError
-from outrider.testing.toy_models import make_model
+from outrider.testing.toy_models import byte_tokenizer, make_model
 from tests import emulated_cuda as emulation
 from tests.architectures import save
 from tests.emulated_cuda import emulated_cuda
@@ -79,6 +80,14 @@ def test_only_auto_falls_back_to_transformers(opt: str) -> None:
         "native",
         "auto or transformers here",
     )
+
+
+def test_a_model_that_hears_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """The words of transformers name some hundred classes."""
+    VoxtralConfig().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(StartupError, match=r"^target is of type voxtral, must be a language model that transformers"):
+        load_model(str(tmp_path), options(device="cpu"))
 
 
 @pytest.mark.parametrize(
