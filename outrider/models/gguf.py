@@ -385,6 +385,9 @@ def load_whole(name: str, folder: Path | str, **loading: Any) -> PreTrainedModel
         raise StartupError.of("target", f"{name} without {', '.join(sorted(missing)[:3])}", "with all its weights")
     if unread := unread_beside(found["unexpected_keys"], dict(model.named_parameters())):
         raise StartupError.of("target", f"{name} with {', '.join(unread[:3])}", "without tensors that no model reads")
+    for weight in model.parameters():  # beside layers that were in fp8, transformers leaves all others in 16 bits
+        if loading["dtype"] == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16):
+            weight.data = weight.data.float()
     return model
 
 
