@@ -119,7 +119,7 @@ class CoordinatorService(rpc.OutriderServicer):
                 session = await self.sessions.begin(prepared, target, request.idempotency_key)
             call["session_id"] = session.record.session_id
             del request  # see `WholeMessages`
-            async with contextlib.aclosing(self._stream(session, 0)) as replies:
+            async with contextlib.aclosing(self._stream(session, 0, context)) as replies:
                 async for reply in replies:
                     yield reply
 
@@ -127,7 +127,7 @@ class CoordinatorService(rpc.OutriderServicer):
         async with _logged("Resume", context, session_id=request.session_id):
             with admission(self.sessions.metrics):
                 session = await self.sessions.take_over(request.session_id, request.from_position, request.tail)
-            async with contextlib.aclosing(self._stream(session, request.from_position)) as replies:
+            async with contextlib.aclosing(self._stream(session, request.from_position, context)) as replies:
                 del request
                 async for reply in replies:
                     yield reply
@@ -148,11 +148,12 @@ class CoordinatorService(rpc.OutriderServicer):
             workers=[convert.worker_to_proto(worker) for worker in self.sessions.worker_pool.infos()],
         )
 
-    async def _stream(self, session: Session, start: int) -> AsyncGenerator[pb.GenerateReply, None]:
+    async def _stream(self, session: Session, start: int, context: Call) -> AsyncGenerator[pb.GenerateReply, None]:
         record = session.record
         assert record.request.params.seed is not None
         with self.sessions.followed(session):
             await session.opened()
+            await context.send_initial_metadata(context.trailing_metadata())
             named = {"session_id": record.session_id, "model": session.target.info.name}
             started = pb.Started(**named, seed=record.request.params.seed, prompt_tokens=len(record.request.prompt))
             yield pb.GenerateReply(started=started)
@@ -185,16 +186,13 @@ def from_proto(request: pb.GenerateRequest, target: Target) -> ClientRequest:
 async def _logged(method: str, context: Call, **about: str) -> AsyncIterator[dict[str, str]]:
     """Send the request id, given or new; log the end of a call with what is known of it by then, as the HTTP API."""
     request_context = bind_context(context.invocation_metadata() or (), first=True)
-    await context.send_initial_metadata(((REQUEST_ID, request_context.request_id),))
+    context.set_trailing_metadata(((REQUEST_ID, request_context.request_id),))  # leading ones would end gRPC's retries
     status, started = "CANCELLED", time.monotonic()
     try:
         yield about
         status = "OK"
-    except OutriderError as error:
-        status = error.grpc_status
-        raise
-    except Exception:
-        status = "INTERNAL"
+    except Exception as error:
+        status = (error if isinstance(error, OutriderError) else OutriderError).grpc_status
         raise
     finally:
         ms = round(1000 * (time.monotonic() - started))

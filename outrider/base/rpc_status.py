@@ -1,4 +1,4 @@
-"""Conversion of errors to gRPC statuses, and of failed calls to errors."""
+"""Conversion of failed calls to errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,3 @@ def error_from_rpc(error: grpc.RpcError) -> OutriderError:
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return Unavailable(f"the peer is not an Outrider service: {message}")
     return PeerLost(message)
-
-
-def grpc_status(error: OutriderError) -> grpc.StatusCode:
-    return grpc.StatusCode[error.grpc_status]

@@ -12,7 +12,6 @@ import grpc
 import structlog
 
 from outrider.base.aio import Call, background, cancel_all
-from outrider.base.rpc_status import grpc_status
 from outrider.multiplex.frames import FrameQueue
 from outrider.multiplex.stream import MultiplexedStream, check_batch, check_window
 from outrider.protocol import convert
@@ -192,5 +191,5 @@ class CoordinatorSessions:
 
 
 def _end(stream: MultiplexedStream, error: OutriderError) -> None:
-    stream.end(grpc_status(error), error.message, convert.error_to_proto(error).SerializeToString())
+    stream.end(grpc.StatusCode[error.grpc_status], error.message, convert.error_to_proto(error).SerializeToString())
     error.with_traceback(None)  # its frames are the session's, which may keep the error: a cycle

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -15,7 +16,6 @@ from google.protobuf.message import DecodeError
 from grpc._cython import cygrpc
 
 from outrider.base.aio import Call
-from outrider.base.rpc_status import grpc_status
 from outrider.protocol import convert
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError
 from outrider.protocol.field_limits import check_fields
@@ -23,6 +23,7 @@ from outrider.protocol.field_limits import check_fields
 log = structlog.get_logger(__name__)
 
 UNREAD_STATUS_S = 1.0
+_PUSHBACK = "grpc-retry-pushback-ms"  # how long a client's retry policy waits
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -39,15 +40,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         read, write = checked_reader(handler.request_deserializer), handler.response_serializer
+        checked = partial(_checked_stream_handler, write_timeout_s=self._write_timeout_s)
         if inspect.isasyncgenfunction(handler.stream_stream):
-            behaviour = _checked_stream_handler(handler.stream_stream, self._write_timeout_s)
-            return grpc.stream_stream_rpc_method_handler(behaviour, read, write)
+            return grpc.stream_stream_rpc_method_handler(checked(handler.stream_stream), read, write)
         if inspect.isasyncgenfunction(handler.unary_stream):
-            behaviour = _checked_stream_handler(handler.unary_stream, self._write_timeout_s)
-            return grpc.unary_stream_rpc_method_handler(behaviour, _late(read), write)
+            return grpc.unary_stream_rpc_method_handler(checked(handler.unary_stream), _late(read), write)
         if handler.unary_unary is not None:
-            behaviour = _checked_unary_handler(handler.unary_unary)
-            return grpc.unary_unary_rpc_method_handler(behaviour, _late(read), write)
+            return grpc.unary_unary_rpc_method_handler(_checked_unary_handler(handler.unary_unary), _late(read), write)
         return handler  # library services that write to their context themselves
 
 
@@ -148,12 +147,14 @@ class _WriteTimer:
 
 
 async def abort(context: Call, error: OutriderError) -> NoReturn:
-    """End a call with a status and the error as trailing metadata."""
-    metadata = ((convert.ERROR_KEY, convert.error_to_proto(error).SerializeToString()),)
+    """End a call with a status and the error as trailing metadata, besides what the handler has set."""
+    metadata = (*context.trailing_metadata(), (convert.ERROR_KEY, convert.error_to_proto(error).SerializeToString()))
+    if error.retry_after_ms is not None:
+        metadata += ((_PUSHBACK, str(error.retry_after_ms)),)
     details = error.message.encode("ascii", "replace").decode()  # gRPC triples other bytes, and headers are small
     error.with_traceback(None)  # of frames that keep the error, or a task that it has ended: a cycle
     try:
-        await context.abort(grpc_status(error), details, trailing_metadata=metadata)
+        await context.abort(grpc.StatusCode[error.grpc_status], details, trailing_metadata=metadata)
     except grpc.aio.AbortError as kept:  # gRPC keeps it in a cycle with the call, and its traceback keeps the request
         kept.__context__, forget = None, kept.with_traceback
         if (call := asyncio.current_task()) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -118,6 +120,31 @@ async def test_a_busy_model_leaves_places_to_the_other(limited: dict[str, Limite
         await refused(at, "model.sessions")
     async with at.stub() as stub:
         assert (await generate(stub, ask("x", model="words", max_tokens=2, ignore_eos=True))).token_ids
+
+
+async def kinds_of(replies: AsyncIterator[pb.GenerateReply]) -> list[str | None]:
+    return [reply.WhichOneof("message") async for reply in replies]
+
+
+async def test_a_retry_policy_of_grpc_waits_for_a_place(limited: dict[str, Limited]) -> None:
+    """Clients of other languages have no retries but those of gRPC, which leading metadata of a refusal would end."""
+    at = limited["sessions"]
+    policy = {
+        "maxAttempts": 5, "initialBackoff": "60s", "maxBackoff": "60s", "backoffMultiplier": 1,
+        "retryableStatusCodes": ["RESOURCE_EXHAUSTED"],
+    }  # fmt: skip
+    config = json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": policy}]})
+    limit = "outrider_requests_refused_by_limit_total", {"limit": "model.sessions"}
+    metrics = at.service.sessions.metrics.registry.get_sample_value
+    async with grpc.aio.insecure_channel(at.address, [("grpc.service_config", config)]) as channel:
+        async with at.busy("one", "two"):
+            before = metrics(*limit) or 0
+            request = ask("x", model="words", max_tokens=2, ignore_eos=True)
+            call = rpc.OutriderStub(channel).Generate(request, metadata=(("authorization", "Bearer one"),), timeout=20)
+            reading = asyncio.create_task(kinds_of(call))
+            assert await soon(lambda: (metrics(*limit) or 0) > before, 10)
+        kinds = await reading
+        assert (kinds[0], kinds[-1]) == ("started", "complete"), "asked again when the coordinator said, after 1 s"
 
 
 async def test_waiting_requests_are_limited(limited: dict[str, Limited]) -> None:

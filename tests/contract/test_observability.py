@@ -224,7 +224,8 @@ async def test_the_client_learns_by_what_id_its_request_is_known(watched: Watche
         made = stub.Generate(ask(PROMPT, max_tokens=1), timeout=10)
         assert len(dict(await made.initial_metadata())["x-request-id"]) == 32
         again = stub.Resume(pb.ResumeRequest(session_id="nobody"), metadata=(("x-request-id", "mine-2"),), timeout=10)
-        assert dict(await again.initial_metadata())["x-request-id"] == "mine-2"
+        assert dict(await again.trailing_metadata())["x-request-id"] == "mine-2"
+        assert not list(await again.initial_metadata()), "a refusal with it would end a client's retries"
         for call in (given, made):
             async for _ in call:
                 pass

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import AsyncMock, patch
+from unittest.mock import patch
 
 import pytest
 
@@ -388,7 +388,7 @@ async def test_a_tail_that_is_too_long_is_not_read(requests: Requests) -> None:
         def __len__(self) -> int:
             return 4_000_000
 
-    context: Any = SimpleNamespace(send_initial_metadata=AsyncMock(), invocation_metadata=tuple)
+    context: Any = SimpleNamespace(set_trailing_metadata=list, invocation_metadata=tuple)
     record = SessionRecord("s", replace(REQUEST, params=replace(REQUEST.params, verification=Verification.REJECTION)))
     requests.manager._run(Session(record, TARGET, requests.manager._context))
     service: Any = SimpleNamespace(sessions=requests.manager)

@@ -27,6 +27,9 @@ class GoneContext:
     def peer(self) -> str:
         return "ipv4:127.0.0.1:1"
 
+    def trailing_metadata(self) -> tuple[Any, ...]:
+        return ()
+
     async def write(self, reply: Any) -> None:
         raise cygrpc.ExecuteBatchError('Failed "execute_batch"')
 
