@@ -32,7 +32,7 @@ from outrider.observability.request_context import REQUEST_ID, bind_context
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.fieldwise import from_plain
-from outrider.security.auth_interceptor import AuthInterceptor
+from outrider.security.auth_interceptor import REFLECTION, AuthInterceptor
 from outrider.security.credentials import Credentials
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import common_pb2 as common
@@ -61,6 +61,8 @@ class CoordinatorService(rpc.OutriderServicer):
         # The drafter key allows only registration.
         registering = self.fleet.verifiers | self.fleet.drafters
         allowed = {CLIENTS: self.api_keys, ATTACHMENT: self.api_keys, REGISTRY: registering}
+        if not self.api_keys:
+            allowed |= dict.fromkeys(REFLECTION, self.api_keys)  # it describes what every client may call
         self.auth_interceptor = AuthInterceptor(allowed, others=self.api_keys | self.fleet.verifiers)
         self.sessions = SessionManager(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
         connect_gauges(self.sessions)

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import structlog
 from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection
 
 from outrider.base.aio import Call
 from outrider.protocol.errors import Unauthenticated
@@ -24,6 +25,7 @@ log = structlog.get_logger(__name__)
 # A caller that is still writing when its call ends may get INTERNAL instead of the reason (grpc issue 36066).
 # The request of a rejected call is not read: the delay lets a short message reach the connection's buffer.
 REFUSAL_S = 0.02
+REFLECTION = (reflection.SERVICE_NAME, "grpc.reflection.v1.ServerReflection")  # clients ask for v1 first
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):

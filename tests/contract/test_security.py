@@ -174,6 +174,20 @@ async def test_probes_need_no_key_and_reflection_does(guarded: Guarded, service:
         assert caught.value.code() is UNAUTHENTICATED
 
 
+async def test_reflection_needs_no_key_where_clients_need_none() -> None:
+    """`outrider up` has a fleet key, but no API keys: tools such as grpcurl and Postman ask for the contract there."""
+    settings = CoordinatorSettings(http_port=-1, fleet_key=FLEET_KEY)
+    async with (
+        in_process(CoordinatorService(settings, NO_REDIS), settings) as coordinator,
+        PLAIN.aio_channel(coordinator) as channel,
+    ):
+        for version in ("v1", "v1alpha"):  # in process nobody serves it, as above
+            ask = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
+            assert await ask(iter([b""]), timeout=5).code() is grpc.StatusCode.UNIMPLEMENTED, version
+        (register,) = (method for method in METHODS if method.name == "Register")
+        assert await status(coordinator, register, PLAIN) is UNAUTHENTICATED
+
+
 async def test_clients_are_told_what_is_missing(guarded: Guarded, loaded: LoadedModel) -> None:
     address = guarded.addresses["outrider.v1.Outrider"]
     async with AsyncClient([address]) as stranger:
