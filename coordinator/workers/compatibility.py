@@ -12,6 +12,7 @@ from coordinator.workers.target import Target, fetch_target
 from coordinator.workers.targets.fit import check_drafter, shares_vocabulary, target_mismatch
 from coordinator.workers.targets.known_targets import KnownTargets
 from coordinator.workers.worker_connection import worker_error
+from outrider.base import endpoint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.vocabulary import Vocabulary
@@ -36,6 +37,7 @@ class Compatibility:
         """Raise ModelMismatch for a worker that does not fit; return whether it defines a new target."""
         if not info.worker_id or not info.address:
             raise InvalidRequest.of("worker", info.worker_id or info.address, "given with a worker_id and an address")
+        endpoint.split(info.address)  # other coordinators would not read its record
         if info.role is Role.DRAFTER:
             check_drafter(info.model, self._targets)
             return False

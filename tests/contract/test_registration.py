@@ -104,6 +104,13 @@ async def test_a_stream_is_about_the_worker_it_began_with(desk: Desk) -> None:
         assert await soon(lambda: desk.worker("other") is None and desk.worker("liar") is None, 5)
 
 
+@pytest.mark.parametrize("given", ["a-host", "127.0.0.1:99999", "unix:///etc/passwd"])
+async def test_an_address_that_no_other_coordinator_would_read_is_refused(desk: Desk, given: str) -> None:
+    error = await refusal(desk, saying("d", address=given))
+    assert (type(error), error.value) == (InvalidRequest, given)
+    assert "host:port" in error.message
+
+
 async def test_a_key_registers_workers_of_its_role_only(desk: Desk) -> None:
     assert isinstance(await refusal(desk, saying("v", pb.ROLE_VERIFIER), DRAFTER_KEY), Unauthenticated)
     assert isinstance(await refusal(desk, saying("d", pb.ROLE_DRAFTER), FLEET_KEY), Unauthenticated)
