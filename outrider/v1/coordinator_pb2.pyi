@@ -105,11 +105,13 @@ class GenerateRequest(google.protobuf.message.Message):
     prompt: builtins.str
     """used unchanged"""
     idempotency_key: builtins.str
-    """a repeated key does not generate twice within --session-ttl-s; one namespace per API key"""
+    """a repeated key does not generate twice within --session-ttl-s; one namespace per API"""
     cache_salt: builtins.str
-    """cached prefixes are shared only among requests with the same salt"""
+    """cached prefixes are shared only among requests with the same salt; at most 256"""
     model: builtins.str
-    """name or alias of a target; empty: the default"""
+    """characters
+    name or alias of a target; empty: the default
+    """
     priority: builtins.int
     """class in [-100, 100], lower ones are served first; absent: the API key's, else 0"""
     @property
@@ -123,7 +125,9 @@ class GenerateRequest(google.protobuf.message.Message):
     @property
     def params(self) -> outrider.v1.common_pb2.SamplingParams: ...
     @property
-    def speculation(self) -> global___Speculation: ...
+    def speculation(self) -> global___Speculation:
+        """key; at most 256 characters"""
+
     def __init__(
         self,
         *,
@@ -158,13 +162,13 @@ class Speculation(google.protobuf.message.Message):
     BRANCHES_FIELD_NUMBER: builtins.int
     AHEAD_FIELD_NUMBER: builtins.int
     gamma: builtins.int
-    """fixed γ; absent: adaptive; 0: plain decoding"""
+    """fixed γ, at most 64; absent: adaptive; 0: plain decoding"""
     patience_us: builtins.int
-    """fixed draft wait timeout, microseconds"""
+    """fixed draft wait timeout, microseconds; at most 10 s"""
     drafter: builtins.str
     """only drafters of this kind, e.g. ngram; empty: any"""
     branches: builtins.int
-    """siblings per position that a drafter may send; absent: adaptive"""
+    """siblings per position that a drafter may send, 1 to 8; absent: adaptive"""
     ahead: builtins.bool
     """the drafter continues while its guesses are verified; absent: adaptive,"""
     def __init__(
@@ -514,7 +518,7 @@ class ResumeRequest(google.protobuf.message.Message):
     """output tokens that the client has already"""
     @property
     def tail(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """the last of these tokens; required in rejection and block mode, whose text cannot be"""
+        """the last of these tokens, all of them at best; required in rejection and block mode,"""
 
     def __init__(
         self,
