@@ -28,6 +28,7 @@ from outrider.cli.app import app
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.settings.drafter import DrafterSettings
 from outrider.settings.verifier import VerifierSettings
+from outrider.v1 import common_pb2, coordinator_pb2, drafter_pb2, multiplex_pb2, verifier_pb2
 
 ROOT = Path(__file__).parents[3]
 TOP_LEVEL = {"outrider", "drafter", "verifier", "coordinator", "loadtest"}
@@ -190,3 +191,10 @@ def test_uvicorn_stays_within_the_versions_that_its_subclasses_were_tested_with(
         overridden = [name for name, value in vars(ours).items() if callable(value) and not name.startswith("_")]
         assert overridden
         assert not [name for name in overridden if not hasattr(theirs, name)]
+
+
+def test_the_contract_can_be_compiled_for_go() -> None:
+    """`protoc --go_out` refuses a file without this option; with one package for all, no file imports another."""
+    contract = [pb.DESCRIPTOR for pb in (common_pb2, coordinator_pb2, drafter_pb2, multiplex_pb2, verifier_pb2)]
+    assert len(contract) == len(list((ROOT / "proto/outrider/v1").glob("*.proto")))
+    assert {file.GetOptions().go_package for file in contract} == {"outrider/v1;outriderv1"}
