@@ -197,8 +197,7 @@ async def _logged(method: str, context: Call, **about: str) -> AsyncIterator[dic
         status = (error if isinstance(error, OutriderError) else OutriderError).grpc_status
         raise
     finally:
-        ms = round(1000 * (time.monotonic() - started))
-        log.info("grpc", method=method, status=status, ms=ms, **about)
+        log.info("grpc", method=method, status=status, ms=round(1000 * (time.monotonic() - started)), **about)
 
 
 def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import structlog
 
-from coordinator.workers.worker_connection import WorkerConnection
+from coordinator.workers.worker_connection import SILENT_S, WorkerConnection
 from outrider.protocol.errors import PeerLost
 from outrider.protocol.fleet import Role, WorkerLoad
 
@@ -66,6 +66,8 @@ def _check(connection: WorkerConnection, spare: Callable[[WorkerConnection], boo
     connection.silent_s += TICK_S
     connection.watched_s += TICK_S
     address, silent_s = connection.info.address, connection.silent_s
+    if 5 * SILENT_S <= silent_s < 5 * SILENT_S + TICK_S and not connection.round_trip_ms:
+        log.warning("worker cannot be reached", worker=connection.info.worker_id, address=address)
     lost = connection.is_silent and (connection.info.role is Role.DRAFTER or silent_s >= timeout_s or spare(connection))
     if lost and connection.streams:
         log.info("worker silent", worker=connection.info.worker_id, seconds=silent_s, sessions=connection.sessions)

@@ -23,7 +23,6 @@ from outrider.protocol.field_limits import check_fields
 log = structlog.get_logger(__name__)
 
 UNREAD_STATUS_S = 1.0
-_PUSHBACK = "grpc-retry-pushback-ms"  # how long a client's retry policy waits
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -150,7 +149,7 @@ async def abort(context: Call, error: OutriderError) -> NoReturn:
     """End a call with a status and the error as trailing metadata, besides what the handler has set."""
     metadata = (*context.trailing_metadata(), (convert.ERROR_KEY, convert.error_to_proto(error).SerializeToString()))
     if error.retry_after_ms is not None:
-        metadata += ((_PUSHBACK, str(error.retry_after_ms)),)
+        metadata += (("grpc-retry-pushback-ms", str(error.retry_after_ms)),)  # a client's retry policy waits for it
     details = error.message.encode("ascii", "replace").decode()  # gRPC triples other bytes, and headers are small
     error.with_traceback(None)  # of frames that keep the error, or a task that it has ended: a cycle
     try:

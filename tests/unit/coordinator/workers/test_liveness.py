@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator.workers import liveness
 from coordinator.workers.liveness import TICK_S, VerdictDeadline
@@ -82,7 +83,7 @@ class Worker:
 
     def __init__(self, role: Role) -> None:
         self.info = WorkerInfo("w", role, "host:1", ModelInfo("m", "f"))
-        self.silent_s = self.watched_s = 0.0
+        self.silent_s = self.watched_s = self.round_trip_ms = 0.0
         self.is_stuck = False
         self.streams = {Stream()}
         self.failures = 0
@@ -115,6 +116,17 @@ def test_a_silent_worker_loses_its_streams_sooner_where_another_can_take_them(
     assert worker.silent_for(seconds - TICK_S, spare=spare) is None
     assert isinstance(worker.silent_for(TICK_S, spare=spare), PeerLost)
     assert worker.failures
+
+
+def test_a_worker_that_was_never_reached_is_told_once() -> None:
+    """Its --advertise is wrong, or a firewall is between: it registers, and has no session."""
+    new, known = Worker(Role.DRAFTER), Worker(Role.DRAFTER)
+    known.round_trip_ms = 1.0
+    with capture_logs() as logs:
+        for worker in (new, known):
+            worker.silent_for(20 * SILENT_S, spare=True)
+    told = [(entry["log_level"], entry["address"]) for entry in logs if entry["event"] == "worker cannot be reached"]
+    assert told == [("warning", "host:1")]
 
 
 def test_a_word_in_time_is_enough() -> None:
