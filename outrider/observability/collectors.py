@@ -72,21 +72,15 @@ class UnderVllmNames:
         self._counters = tuple(counters)
         registry.register(self)
 
-    def describe(self) -> Iterable[Metric]:
-        return self.collect()
-
     def collect(self) -> Iterable[Metric]:
         return [_as_vllm(family) for counter in self._counters for family in counter.collect()]
 
 
 def _as_vllm(family: Metric) -> Metric:
     """Return a counter's family under vLLM's name, without creation times, which some parsers take for counts."""
-    renamed = Metric(_vllm_name(family.name), family.documentation, "counter")
+    name = _VLLM_PREFIX + family.name.removeprefix(PREFIX)
+    renamed = Metric(name, family.documentation, "counter")
     for sample in family.samples:
         if sample.name.endswith("_total"):
-            renamed.add_sample(_vllm_name(sample.name), {**sample.labels, "engine": _VLLM_ENGINE}, sample.value)
+            renamed.add_sample(f"{name}_total", {**sample.labels, "engine": _VLLM_ENGINE}, sample.value)
     return renamed
-
-
-def _vllm_name(name: str) -> str:
-    return _VLLM_PREFIX + name.removeprefix(PREFIX)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from structlog.contextvars import bind_contextvars
 
-from outrider.observability.tracing import CARRIED, Span
+from outrider.observability.tracing import CARRIED, TRACE_ID, Span
 from outrider.protocol.checks import MAX_ID_CHARACTERS
 
 REQUEST_ID = "x-request-id"
@@ -43,6 +43,7 @@ def bind_context(metadata: Iterable[tuple[str, str | bytes]], *, first: bool = F
         request_id = secrets.token_hex(16) if first else ""
     context = RequestContext(request_id, {key: given[key] for key in CARRIED if _CARRIED.fullmatch(given.get(key, ""))})
     _CURRENT.set(context)
+    TRACE_ID.set(secrets.randbits(128) if first else 0)
     if request_id:
         bind_contextvars(request_id=request_id)
     return context

@@ -6,8 +6,10 @@ reads further settings (sampling, headers, batching) from its own OTEL_ variable
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -20,12 +22,12 @@ from outrider.protocol.errors import StartupError
 if TYPE_CHECKING:
     from opentelemetry.trace import Span as OtelSpan
     from opentelemetry.trace import Tracer
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 log = structlog.get_logger(__name__)
 
 FLUSH_S = 3.0  # for the last spans, when a service stops
 CARRIED = ("traceparent", "tracestate")  # headers sent from service to service
+TRACE_ID: ContextVar[int] = ContextVar("trace_id")  # of a call without a trace: its answers, as of `n`, share one
 _PATH = "/v1/traces"
 
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
@@ -74,24 +76,25 @@ def make_tracing(endpoint: str, service: str) -> Tracing:
 
 
 class _Recorded(Span):
-    def __init__(self, span: OtelSpan, tracer: Tracer, propagator: TraceContextTextMapPropagator) -> None:
+    def __init__(self, span: OtelSpan, tracer: Tracer) -> None:
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
         self._span = span
         self._tracer = tracer
-        self._propagator = propagator
         self._context = set_span_in_context(span, Context())
 
     def child(self, name: str, attributes: Attributes) -> Span:
         from opentelemetry.trace import SpanKind
 
         span = self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes)
-        return _Recorded(span, self._tracer, self._propagator)
+        return _Recorded(span, self._tracer)
 
     def carrier(self) -> dict[str, str]:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
         carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, self._context)
+        TraceContextTextMapPropagator().inject(carrier, self._context)
         return carrier
 
     def set(self, attributes: Attributes) -> None:
@@ -117,25 +120,30 @@ class _Exported(Tracing):
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+            from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
         except ImportError as error:
             message = "--otlp-endpoint needs OpenTelemetry, which is not installed: pip install 'outrider[tracing]'"
             raise StartupError(message, field="otlp_endpoint", value=endpoint) from error
+
+        class TraceIds(RandomIdGenerator):
+            def generate_trace_id(self) -> int:
+                return TRACE_ID.get(0) or super().generate_trace_id()
+
         named = {"service.name": f"outrider-{service}", "service.namespace": "outrider"}
         resource = Resource.create(named | {"service.version": version("outrider")})
         # `close` shuts down: at exit OpenTelemetry would wait half a minute for an unreachable collector.
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=TraceIds())
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=FLUSH_S)))
         self._tracer = self._provider.get_tracer("outrider", version("outrider"))
-        self._propagator = TraceContextTextMapPropagator()
 
     def start(self, name: str, carrier: Mapping[str, str], attributes: Attributes) -> Span:
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        parent = self._propagator.extract(carrier, Context())
+        parent = TraceContextTextMapPropagator().extract(carrier, Context())
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)
-        return _Recorded(span, self._tracer, self._propagator)
+        return _Recorded(span, self._tracer)
 
     async def close(self) -> None:
         # The thread is abandoned if the collector does not answer.
@@ -147,11 +155,8 @@ class _Exported(Tracing):
 
 def _url(endpoint: str) -> str:
     """Return the URL for spans at the address of a collector."""
-    try:
+    with contextlib.suppress(ValueError):
         parts = urlsplit(endpoint)
-    except ValueError:
-        parts = urlsplit("")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise StartupError.of("otlp_endpoint", repr(endpoint), "a URL such as http://collector:4318")
-    given = endpoint.rstrip("/")
-    return given if given.endswith(_PATH) else given + _PATH
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return endpoint.rstrip("/").removesuffix(_PATH) + _PATH
+    raise StartupError.of("otlp_endpoint", repr(endpoint), "a URL such as http://collector:4318")

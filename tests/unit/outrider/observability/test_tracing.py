@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from contextvars import copy_context
 
 import pytest
 
+from outrider.observability.request_context import bind_context
 from outrider.observability.tracing import FLUSH_S, NO_SPAN, OFF, make_tracing
 from outrider.protocol.errors import StartupError
 
@@ -71,4 +73,18 @@ async def test_spans_carry_the_trace_that_they_belong_to() -> None:
     nonsense = tracing.start("generate", {"traceparent": "nonsense"}, {})
     assert nonsense.carrier()["traceparent"].split("-")[1] != trace, "a trace of its own"
     await tracing.close()
+    await tracing.close()
+
+
+async def test_the_answers_of_one_request_share_a_trace() -> None:
+    """A client without a trace of its own asks for several choices, as load generators do with `n`."""
+    tracing = make_tracing("http://127.0.0.1:1/", "coordinator")
+
+    def call() -> set[str]:
+        carrier = bind_context((), first=True).carrier
+        spans = [tracing.start("generate", carrier, {}) for _ in range(2)]
+        return {span.carrier()["traceparent"].split("-")[1] for span in spans}
+
+    (one,), (other,) = (copy_context().run(call) for _ in range(2))
+    assert one != other
     await tracing.close()
