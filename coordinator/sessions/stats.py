@@ -160,9 +160,7 @@ class RequestStats:
                 "outrider.drafter_losses": self.drafter_losses,
             }
         )
-        if error is not None:
-            self.span.failed(error.message)
-        self.span.end()
+        self.span.end(error)
         log.info(
             "request ended",
             request_id=current().request_id,

@@ -53,8 +53,8 @@ class WorkerStream(Generic[Out, In]):
         try:
             self._call = self.connection.start_session(current().metadata(self._span))
         except grpc.aio.UsageError as error:  # the channel has been closed since the worker was chosen
-            self._span.end()
-            raise PeerLost(f"{self.connection.info.address} has left") from error
+            self._span.end(lost := PeerLost(f"{self.connection.info.address} has left"))
+            raise lost from error
         self.connection.streams.add(self)
         self.send(self._opening)
         return self
@@ -63,9 +63,7 @@ class WorkerStream(Generic[Out, In]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.connection.streams.discard(self)
-        if isinstance(error, OutriderError):
-            self._span.failed(error.message)
-        self._span.end()
+        self._span.end(error)
         await self._call.close()
 
     def cancel(self, error: OutriderError) -> None:

@@ -93,13 +93,11 @@ class WorkerConnection:
         return self._calls.start(self._channel.current(), metadata)
 
     @property
-    def attributes(self) -> dict[str, str]:
+    def attributes(self) -> dict[str, str | int]:
         """Return the worker's attributes for a trace."""
-        return {
-            "server.address": self.info.address,
-            "outrider.worker": self.info.worker_id,
-            "outrider.kind": self.info.kind,
-        }
+        host, _, port = self.info.address.rpartition(":")
+        worker: dict[str, str | int] = {"outrider.worker": self.info.worker_id, "outrider.kind": self.info.kind}
+        return worker | {"server.address": host.strip("[]"), "server.port": int(port) if port.isdecimal() else 0}
 
     @property
     def is_silent(self) -> bool:

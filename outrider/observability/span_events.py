@@ -38,11 +38,8 @@ class StreamSpan:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         mean_step_ms = self._step_us / 1000 / max(1, self._steps)
-        failure = {}
-        if isinstance(error, OutriderError):
-            self._span.failed(error.message)
-            failure = {"error": error.message}
+        failure = {"error": error.message} if isinstance(error, OutriderError) else {}
         counts = {"steps": self._steps, "tokens": self._tokens, "cached_tokens": self._cached_tokens}
         self._span.set({f"outrider.{name}": value for name, value in (counts | {"mean_step_ms": mean_step_ms}).items()})
-        self._span.end()
+        self._span.end(error)
         log.debug("session ended", hop=self._name, **counts, mean_step_ms=round(mean_step_ms, 3), **failure)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from outrider.base.aio import until
-from outrider.protocol.errors import StartupError
+from outrider.protocol.errors import OutriderError, StartupError
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span as OtelSpan
@@ -48,9 +48,8 @@ class Span:
 
     def event(self, name: str, attributes: Attributes | None = None) -> None: ...
 
-    def failed(self, reason: str) -> None: ...
-
-    def end(self) -> None: ...
+    def end(self, error: BaseException | None = None) -> None:
+        """End the span, as failed by an error of Outrider's: others are cancellations."""
 
 
 NO_SPAN = Span()
@@ -103,12 +102,12 @@ class _Recorded(Span):
     def event(self, name: str, attributes: Attributes | None = None) -> None:
         self._span.add_event(name, attributes)
 
-    def failed(self, reason: str) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         from opentelemetry.trace import Status, StatusCode
 
-        self._span.set_status(Status(StatusCode.ERROR, reason))
-
-    def end(self) -> None:
+        if isinstance(error, OutriderError):
+            self._span.set_attribute("error.type", error.code)
+            self._span.set_status(Status(StatusCode.ERROR, error.message))
         self._span.end()
 
 

@@ -197,7 +197,8 @@ async def test_one_request_is_one_trace_through_all_services(watched: Cluster, c
     assert told["outrider.mean_gamma"] == pytest.approx(stats.mean_gamma)
     assert at_verifier.attributes["outrider.tokens"] == LENGTH
     assert at_verifier.attributes["outrider.mean_step_ms"] == pytest.approx(stats.mean_step_ms)
-    assert to_verifier.attributes["server.address"] in {process.address for process in watched.verifiers}
+    server = to_verifier.attributes
+    assert f"{server['server.address']}:{server['server.port']}" in {process.address for process in watched.verifiers}
     assert to_drafter.attributes["outrider.kind"] == "model"
 
 
@@ -269,3 +270,4 @@ async def test_a_lost_drafter_and_a_lost_verifier_are_events_of_the_trace(
     codes = [seen.span.status.code for seen in spans["coordinator verify"]]
     assert sorted(codes) == [Status.STATUS_CODE_UNSET, Status.STATUS_CODE_ERROR]
     assert {seen.span.status.code for seen in spans["coordinator draft"]} == {Status.STATUS_CODE_ERROR}
+    assert {seen.attributes["error.type"] for seen in spans["coordinator draft"]} == {"peer_lost"}

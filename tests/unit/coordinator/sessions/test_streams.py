@@ -39,13 +39,29 @@ async def test_a_worker_that_left_after_it_was_chosen_is_lost_like_any_other() -
     info = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
     connection = WorkerConnection(info, lambda: FleetKeys().access(Role.DRAFTER))
     await connection.close()
+    ended: list[BaseException | None] = []
+
+    class Spy(Span):
+        def end(self, error: BaseException | None = None) -> None:
+            ended.append(error)
+
     stream: WorkerStream[draft.DraftRequest, draft.DraftReply] = WorkerStream(
-        connection, draft.DraftRequest(), draft.DraftReply.FromString, Span()
+        connection, draft.DraftRequest(), draft.DraftReply.FromString, Spy()
     )
-    with pytest.raises(PeerLost, match="has left"):
+    with pytest.raises(PeerLost, match="has left") as lost:
         async with stream:
             pass
     assert not connection.streams
+    assert ended == [lost.value], "its span in the trace failed, too"
+
+
+@pytest.mark.parametrize(("address", "host"), [("10.0.0.5:50051", "10.0.0.5"), ("[fd00::5]:50051", "fd00::5")])
+async def test_spans_name_hosts_and_ports_apart(address: str, host: str) -> None:
+    """OpenTelemetry's conventions want it: backends draw services by the host."""
+    info = WorkerInfo("d", Role.DRAFTER, address, ModelInfo("m", "f"))
+    connection = WorkerConnection(info, lambda: FleetKeys().access(Role.DRAFTER))
+    assert (connection.attributes["server.address"], connection.attributes["server.port"]) == (host, 50051)
+    await connection.close()
 
 
 async def test_a_worker_may_fail_for_days() -> None:

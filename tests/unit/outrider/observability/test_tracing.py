@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
 from contextvars import copy_context
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.trace import StatusCode
 
 from outrider.observability.request_context import bind_context
-from outrider.observability.tracing import FLUSH_S, NO_SPAN, OFF, make_tracing
-from outrider.protocol.errors import StartupError
+from outrider.observability.tracing import FLUSH_S, NO_SPAN, OFF, _Exported, make_tracing
+from outrider.protocol.errors import PeerLost, StartupError
 
 PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
@@ -87,4 +90,22 @@ async def test_the_answers_of_one_request_share_a_trace() -> None:
 
     (one,), (other,) = (copy_context().run(call) for _ in range(2))
     assert one != other
+    await tracing.close()
+
+
+async def test_a_span_that_failed_has_the_kind_of_its_error() -> None:
+    ended: list[ReadableSpan] = []
+
+    class Kept(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            ended.append(span)
+
+    tracing = make_tracing("http://127.0.0.1:1/", "coordinator")
+    assert isinstance(tracing, _Exported)
+    tracing._provider.add_span_processor(Kept())
+    for error in (PeerLost("verifier lost"), asyncio.CancelledError(), None):
+        tracing.start("verify", {}, {}).end(error)
+    told = [(span.status.status_code, span.status.description, dict(span.attributes or {})) for span in ended]
+    answered: tuple[StatusCode, str | None, dict[str, str]] = (StatusCode.UNSET, None, {})
+    assert told == [(StatusCode.ERROR, "verifier lost", {"error.type": "peer_lost"}), answered, answered]
     await tracing.close()
