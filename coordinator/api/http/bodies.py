@@ -29,6 +29,11 @@ _ADDED = {"annotations", "parsed", "parsed_arguments", "provider_specific_fields
 _CACHES = {"cache_control", "prompt_cache_breakpoint", "prompt_cache_options", "prompt_cache_retention"}
 _LABELS = {"client_metadata", "encrypted_content", "id", "max_tool_calls", "phase", "safety_identifier"}
 _MARKS = _ADDED | _CACHES | _LABELS  # are passed over in any part
+_FALSE_HERE = ("include_stop_str_in_output", "use_beam_search", "early_stopping", "echo")
+_TRUE_HERE = ("skip_special_tokens", "spaces_between_special_tokens", "separate_reasoning")
+# Of vLLM and SGLang, with the values that hold for any answer here: some clients send all fields with their defaults.
+_HOLDS: dict[str, Any] = dict.fromkeys(_TRUE_HERE, True) | dict.fromkeys(_FALSE_HERE, False)
+_HOLDS |= {"return_token_ids": False, "return_tokens_as_token_ids": False, "length_penalty": 1, "bad_words": []}
 _PIECE = 1 << 16
 _MAX_TOKENS = 2**31 - 1
 
@@ -70,7 +75,7 @@ class Body(BaseModel):
         known = {field.alias or name: field for name, field in cls.model_fields.items()}
         # Null changes nothing: newer clients have more fields. Those of another type are named by that.
         given = (name for name, value in data.items() if value is not None and name not in _MARKS)
-        unknown = next((name for name in given if name not in known), None)
+        unknown = next((name for name in given if name not in known and data[name] != _HOLDS.get(name)), None)
         kinds = get_args(known["type"].annotation) if "type" in known else ()
         if unknown is not None and (not kinds or data.get("type", kinds[0]) in kinds):
             fault = InitErrorDetails(type="extra_forbidden", loc=(unknown,), input=data[unknown])

@@ -10,7 +10,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message
@@ -293,6 +293,25 @@ def test_what_other_servers_take_and_changes_nothing_is_taken() -> None:
         "role": "user",
         "content": "Hi.",
     }
+
+
+DEFAULTS = json.loads("""{
+    "skip_special_tokens": true, "spaces_between_special_tokens": true, "include_stop_str_in_output": false,
+    "use_beam_search": false, "length_penalty": 1.0, "early_stopping": false, "bad_words": [], "guided_json": null,
+    "return_token_ids": false, "return_tokens_as_token_ids": false, "separate_reasoning": true
+}""")
+
+
+@pytest.mark.parametrize("other", [{"skip_special_tokens": False}, {"length_penalty": 0.5}, {"bad_words": ["x"]}])
+def test_what_is_the_case_may_be_asked_for(other: dict[str, Any]) -> None:
+    """Pages and load generators for vLLM send each of its fields, with its default where nothing is set."""
+    completion = {"prompt": "x", "echo": False} | DEFAULTS
+    assert CompletionBody.model_validate(completion) == CompletionBody.model_validate({"prompt": "x", "echo": False})
+    chat = {"messages": [{"role": "user", "content": "Hi."}]}
+    assert ChatBody.model_validate(chat | {"echo": False} | DEFAULTS) == ChatBody.model_validate(chat)
+    for kind, body in ((CompletionBody, completion), (ChatBody, chat | DEFAULTS)):
+        with pytest.raises(ValidationError, match=next(iter(other))):
+            kind.model_validate(body | other)
 
 
 def test_marks_of_other_servers_caches_and_thoughts_change_nothing() -> None:
