@@ -57,10 +57,10 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
             session = self._loop.open(opening, await self._grammar_cursor(opening))
         try:
             with StreamSpan(self._tracing, "draft", request_context, session.id) as span:
+                session.record = lambda guess: span.add(len(guess.tokens), guess.draft_us)
                 yield pb.DraftReply(opened=pb.DraftOpened(hidden_states=self._drafter.needs_hidden_states))
                 async with background(self._receive(session, requests)):
                     async for guess in session.messages():
-                        span.add(len(guess.tokens), guess.draft_us)
                         yield pb.DraftReply(guess=convert.guess_to_proto(guess))
                 if session.error is not None:
                     raise session.error

@@ -57,6 +57,7 @@ class DraftSession:
         self.closed = False
         self.error: OutriderError | None = None  # that closed it
         self.send: TakeGuess | None = None  # straight to the verifier in this process, not over the stream
+        self.record: TakeGuess = lambda _: None  # of each guess that is sent, either way
         self._changed = asyncio.Event()  # there may be guesses to send
         self._cache_salt = f"{opening.vocabulary_digest} {opening.cache_salt}"  # texts of other targets stay apart
         self._vocab_size = opening.vocab_size
@@ -147,6 +148,7 @@ class DraftSession:
             guess = Guess(self._passed_at, 0, 0, (), draft_us=self._draft_us)
         if guess is not None:
             self._draft_us = 0
+            self.record(guess)
         return guess
 
     def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -30,7 +31,7 @@ PROMPTS = ["Once upon a time, ", "one two three one two three one two ", "The ri
 def together(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("together"))
     cluster.add_coordinator()
-    cluster.add_verifier(models.target, "--own-drafter", f"suffix+model:{models.draft}")
+    cluster.add_verifier(models.target, "--own-drafter", f"suffix+model:{models.draft}", "--log-level", "debug")
     registered(cluster.start())
     yield cluster
     cluster.stop()
@@ -65,6 +66,15 @@ async def test_the_text_is_that_of_plain_decoding(together: Cluster, temperature
             assert drafter.guessed >= drafter.accepted
             assert drafter.guessed >= each.stats.drafts, "those that were checked are told"
             assert each.stats.mean_draft_ms > 0.0
+
+
+async def test_the_end_of_a_session_tells_what_was_guessed(together: Cluster) -> None:
+    """In the drafter's log and span: its stream carries no guesses, so that it counted none."""
+    output = (await texts(together, 4, temperature=0.0))[0]
+    told = re.compile(rf"session ended .*hop=draft .*session_id={output.session_id} .*tokens=(\d+)")
+    found = await asyncio.to_thread(until, lambda: told.search(together.verifiers[0].log()), 10, "its session's end")
+    (drafter,) = output.stats.drafters
+    assert int(found[1]) >= drafter.guessed > 0
 
 
 async def test_drawn_guesses_hold_by_their_distributions(together: Cluster) -> None:

@@ -599,7 +599,8 @@ def test_texts_of_targets_with_other_vocabularies_stay_apart() -> None:
 async def test_a_session_whose_open_guesses_are_as_many_as_allowed_says_so_at_each_change(*, direct: bool) -> None:
     """After a change of plan, the tree of the plan before takes all places and is less deep than what is waited for."""
     session, messages = opened(gamma=2, branches=3), asyncio.Queue[Guess]()
-    session.send = messages.put_nowait if direct else None
+    session.send, recorded = messages.put_nowait if direct else None, list[Guess]()
+    session.record = recorded.append
 
     async def read() -> None:
         async for guess in session.messages():
@@ -615,3 +616,4 @@ async def test_a_session_whose_open_guesses_are_as_many_as_allowed_says_so_at_ea
         session.commit(3, (7,))
         assert session.next_request() is None
         assert await asyncio.wait_for(messages.get(), 5.0) == Guess(4, 0, 0, ())
+    assert [len(guess.tokens) for guess in recorded] == [6, 0, 0]
