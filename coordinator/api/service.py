@@ -46,6 +46,7 @@ CLIENTS = "outrider.v1.Outrider"
 REGISTRY = "outrider.v1.Registry"
 ATTACHMENT = "outrider.v1.Attachment"
 _MIB = 1024 * 1024
+Replies = AsyncGenerator[pb.GenerateReply, None]
 
 
 class CoordinatorService(rpc.OutriderServicer):
@@ -121,15 +122,15 @@ class CoordinatorService(rpc.OutriderServicer):
                 session = await self.sessions.begin(prepared, target, request.idempotency_key)
             call["session_id"] = session.record.session_id
             del request  # see `WholeMessages`
-            async with contextlib.aclosing(self._stream(session, 0, context)) as replies:
+            async with contextlib.aclosing(self._stream(session, 0, context, call)) as replies:
                 async for reply in replies:
                     yield reply
 
     async def Resume(self, request: pb.ResumeRequest, context: Call) -> AsyncIterator[pb.GenerateReply]:
-        async with _logged("Resume", context, session_id=request.session_id):
+        async with _logged("Resume", context, session_id=request.session_id) as call:
             with admission(self.sessions.metrics):
                 session = await self.sessions.take_over(request.session_id, request.from_position, request.tail)
-            async with contextlib.aclosing(self._stream(session, request.from_position, context)) as replies:
+            async with contextlib.aclosing(self._stream(session, request.from_position, context, call)) as replies:
                 del request
                 async for reply in replies:
                     yield reply
@@ -150,7 +151,7 @@ class CoordinatorService(rpc.OutriderServicer):
             workers=[convert.worker_to_proto(worker) for worker in self.sessions.worker_pool.infos()],
         )
 
-    async def _stream(self, session: Session, start: int, context: Call) -> AsyncGenerator[pb.GenerateReply, None]:
+    async def _stream(self, session: Session, start: int, context: Call, call: dict[str, str]) -> Replies:
         record = session.record
         assert record.request.params.seed is not None
         with self.sessions.followed(session):
@@ -163,6 +164,7 @@ class CoordinatorService(rpc.OutriderServicer):
                 async for _, position, tokens in updates:
                     if tokens:
                         yield pb.GenerateReply(chunk=_chunk(position, tokens))
+            call["status"] = "OK"  # a client may cancel a call whose last message it has
             if session.error is not None:
                 yield pb.GenerateReply(error=convert.error_to_proto(session.error))
             else:
@@ -189,15 +191,15 @@ async def _logged(method: str, context: Call, **about: str) -> AsyncIterator[dic
     """Send the request id, given or new; log the end of a call with what is known of it by then, as the HTTP API."""
     request_context = bind_context(context.invocation_metadata() or (), first=True)
     context.set_trailing_metadata(((REQUEST_ID, request_context.request_id),))  # leading ones would end gRPC's retries
-    status, started = "CANCELLED", time.monotonic()
+    about["status"], started = "CANCELLED", time.monotonic()
     try:
         yield about
-        status = "OK"
+        about["status"] = "OK"
     except Exception as error:
-        status = (error if isinstance(error, OutriderError) else OutriderError).grpc_status
+        about["status"] = (error if isinstance(error, OutriderError) else OutriderError).grpc_status
         raise
     finally:
-        log.info("grpc", method=method, status=status, ms=round(1000 * (time.monotonic() - started)), **about)
+        log.info("grpc", method=method, ms=round(1000 * (time.monotonic() - started)), **about)
 
 
 def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:

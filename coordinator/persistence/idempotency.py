@@ -48,7 +48,7 @@ class IdempotencyKeys:
                 async with asyncio.timeout(_RESERVE_S):
                     known = await self._store.reserve(name, known[0]) or known
             except (StoreDown, TimeoutError) as error:
-                log.warning("idempotency key not stored in redis", error=str(error))
+                log.warning("idempotency key not stored in redis", error=str(error) or f"no answer in {_RESERVE_S:g} s")
         reserved, _ = self._keys.setdefault(name, (known[0], time.monotonic() + known[1]))
         while len(self._keys) > _REMEMBERED_KEYS:
             self._keys.popitem(last=False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator.persistence import idempotency
 from coordinator.persistence.idempotency import IdempotencyKeys
@@ -55,3 +57,14 @@ async def test_a_key_holds_as_long_as_its_session_runs(monkeypatch: pytest.Monke
     running.clear()
     assert "key" not in keys
     assert await keys.reserve("key", "c", REQUEST) == "c"
+
+
+async def test_a_redis_that_is_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: str) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(idempotency, "_RESERVE_S", 0.01)
+    store: Any = SimpleNamespace(reserve=never)
+    with capture_logs() as lines:
+        assert await IdempotencyKeys(store, TTL_S, ()).reserve("key", "a", REQUEST) == "a"
+    assert [line["error"] for line in lines] == ["no answer in 0.01 s"]
