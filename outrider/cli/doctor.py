@@ -124,10 +124,12 @@ def _redis() -> Iterator[Finding]:
     url = redis_url()
     try:
         with embedded_redis() if url is None else nullcontext(url) as address:
-            redis.Redis.from_url(address, socket_timeout=2, socket_connect_timeout=2).ping()
+            client = redis.Redis.from_url(address, socket_timeout=2, socket_connect_timeout=2)
+            client.set("outrider:doctor", 1, px=1000, nx=True, get=True)  # replicas, and Redis 6, would answer a ping
     except (StartupError, redis.RedisError, OSError, ValueError, TypeError) as error:
-        advice = "start it, or unset REDIS_URL to use the embedded one" if url else "set REDIS_URL to one of your own"
-        found = "not a valid URL" if isinstance(error, ValueError | TypeError) else error  # those may hold a password
+        advice = "start it, as a primary of Redis 7, or unset REDIS_URL" if url else "set REDIS_URL to one of your own"
+        # Texts of the first two may hold a password; that of a cluster says nothing without its name, MovedError.
+        found = "not a valid URL" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
         yield Finding("redis", "bad", f"{_redacted(url) if url else 'embedded'}: {found}", advice)
         return
     yield Finding("redis", "ok", _redacted(url) if url else "embedded (no REDIS_URL): starts and answers")

@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 
 import pytest
+import redis
 import torch
 from typer.testing import CliRunner
 
 from outrider.cli import doctor
 from outrider.cli.app import app
 from outrider.engine.native import build
+from tests.cluster import Redis
 
 
 @pytest.mark.parametrize(
@@ -87,3 +89,20 @@ def test_no_path_is_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         monkeypatch.setattr(doctor, name, lambda: ())
     result = CliRunner().invoke(app, ["doctor", "--endpoint", "127.0.0.1:1"], env={"COLUMNS": "80"})
     assert result.output.count("x") >= 100
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("ECHO well", ""), ("REPLICAOF 127.0.0.1 1", "ReadOnlyError"), ("CONFIG SET maxmemory 1", "OutOfMemoryError")],
+)
+def test_a_redis_that_refuses_writes_is_bad(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, name: str
+) -> None:
+    """It answers a ping, and a coordinator takes it for down."""
+    server = Redis(tmp_path).start().wait_ready(10)
+    monkeypatch.setenv("REDIS_URL", server.url)
+    with redis.Redis.from_url(server.url) as client:
+        client.execute_command(*command.split())  # type: ignore[no-untyped-call]
+    (found,) = doctor._redis()
+    server.stop()
+    assert (found.state, name in found.text) == ("bad" if name else "ok", True), found
