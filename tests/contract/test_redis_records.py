@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 import urllib.request
@@ -33,7 +34,7 @@ from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
-from tests.cluster import Cluster, Redis, ask, client, failure, generate, until
+from tests.cluster import ROOT, Cluster, Redis, ask, client, failure, generate, until
 from tests.contract.conftest import House
 
 pytestmark = pytest.mark.timeout(120)
@@ -83,6 +84,25 @@ def skipped(fleet: Cluster) -> dict[str, float]:
         if line.startswith("outrider_redis_records_skipped_total{"):
             counts[line.partition('reason="')[2].partition('"')[0]] = float(line.rpartition(" ")[2])
     return counts
+
+
+async def test_a_user_with_the_rights_that_the_page_names_is_enough(stranger: Any, fleet: Cluster) -> None:
+    rights = re.search(r"`(~outrider:[^`]+)`", (ROOT / "docs" / "security.md").read_text())
+    assert rights is not None
+    stranger.execute_command("ACL", "SETUSER", "outrider", "on", ">password", *rights[1].split())
+    store = Store(fleet.redis.url.replace("//", "//outrider:password@"), "a coordinator", 60)
+    request = SessionRequest((1, 2), SamplingParams(seed=1))
+    await store.connection.ping()
+    assert await store.write(SessionRecord("session", request, 1), 0, 0, whole=True) == "OK"
+    assert await store.claim("session") is not None
+    assert await store.cancel("session")
+    assert await store.reserve("key", "session digest") is None
+    await store.put_worker(WorkerInfo("worker", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f")), 1000)
+    assert [worker.worker_id for worker in await store.workers(1.0)] == ["worker"]
+    await store.remove_worker("worker")
+    await store.put_pair("target", "drafter", PairHistory())
+    assert await store.pair("target", "drafter") == PairHistory()
+    await store.connection.close()
 
 
 def test_nothing_in_redis_ends_a_coordinator(fleet: Cluster, stranger: Any) -> None:
