@@ -13,7 +13,7 @@ import structlog
 from coordinator.admission.byte_budget import ByteBudget
 from coordinator.admission.waiting.urgency import set_urgency, urgency
 from coordinator.api.gauges import connect_gauges
-from coordinator.api.http.agents.dialects import ONE_SYSTEM, one_system
+from coordinator.api.http.agents.dialects import one_system
 from coordinator.api.http.app import Api
 from coordinator.api.http.server import HttpServer
 from coordinator.api.preprocess import ClientRequest, admission, prepare
@@ -173,12 +173,11 @@ class CoordinatorService(rpc.OutriderServicer):
 
 def from_proto(request: pb.GenerateRequest, target: Target) -> ClientRequest:
     kind, given = request.WhichOneof("input"), request.chat.messages
-    late = ONE_SYSTEM.search(str(target.tokenizer.chat_template)) is None
     messages = [{"role": it.role.replace("developer", "system"), "content": it.content} for it in given]
     return ClientRequest(
         params=convert.params_from_proto(request.params),
         prompt=request.prompt if kind == "prompt" else None,
-        chat=Chat(one_system(messages, late=late)) if kind == "chat" else None,
+        chat=Chat(one_system(messages, target)) if kind == "chat" else None,
         tokens=request.tokens.ids if kind == "tokens" else None,
         speculation=from_plain(SpeculationOptions, convert.present_fields(request.speculation)),
         cache_salt=request.cache_salt,

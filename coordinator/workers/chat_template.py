@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -54,23 +54,21 @@ class Chat:
                 left += [*value, *value.values()] if isinstance(value, Mapping) else value
 
 
-class CutChat:
-    """A chat with the control tokens in its texts cut in two, and the mark of these cuts, if there are any."""
+def cut_control(chat: Chat, control: re.Pattern[str] | None) -> tuple[Chat, str]:
+    """Return a chat with the control tokens in its texts cut in two, and the mark of these cuts, if there are any."""
+    if control is None or not any(control.search(text) for text in chat.texts()):
+        return chat, ""
+    used = set().union(*chat.texts())
+    mark = next(chr(code) for code in _PRIVATE if chr(code) not in used)
+    return replace(chat, messages=_cut(chat.messages, control, mark), tools=_cut(chat.tools, control, mark)), mark
 
-    def __init__(self, chat: Chat, control: re.Pattern[str] | None) -> None:
-        self.messages, self.tools = list(chat.messages), list(chat.tools)
-        self.mark = ""
-        if control is not None and any(control.search(text) for text in chat.texts()):
-            used = set().union(*chat.texts())
-            self.mark = next(chr(code) for code in _PRIVATE if chr(code) not in used)
-            self.messages, self.tools = self._cut(self.messages, control), self._cut(self.tools, control)
 
-    def _cut(self, value: Any, control: re.Pattern[str]) -> Any:
-        """Cut until no control token is left, since one may begin inside another."""
-        if isinstance(value, Mapping):
-            return {self._cut(name, control): self._cut(each, control) for name, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._cut(each, control) for each in value]
-        while isinstance(value, str) and control.search(value):
-            value = control.sub(lambda match: match[0][0] + self.mark + match[0][1:], value)
-        return value
+def _cut(value: Any, control: re.Pattern[str], mark: str) -> Any:
+    """Cut until no control token is left, since one may begin inside another."""
+    if isinstance(value, Mapping):
+        return {_cut(name, control, mark): _cut(each, control, mark) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cut(each, control, mark) for each in value]
+    while isinstance(value, str) and control.search(value):
+        value = control.sub(lambda match: match[0][0] + mark + match[0][1:], value)
+    return value

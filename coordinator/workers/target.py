@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coordinator.workers.chat_template import Chat, CutChat, control_tokens
+from coordinator.workers.chat_template import Chat, control_tokens, cut_control
 from coordinator.workers.grammar_trial import GrammarTrial
 from outrider.models.tokenizer import load_tokenizer, tokenizer_json, write_file
 from outrider.protocol.checks import check_count
@@ -67,23 +67,27 @@ class Target:
             message = f"{self.info.name} has no chat template; send a prompt instead"
             raise InvalidRequest(message, field="chat.messages", value=self.info.name, limit="a target with a template")
         try:
-            cut = CutChat(chat, self._control)
-            rendered = self.tokenizer.apply_chat_template(
-                cut.messages,
-                tools=cut.tools or None,
-                add_generation_prompt=chat.add_generation_prompt,
-                continue_final_message=chat.continue_final_message,
-                tokenize=False,
-                **chat.variables,
-            )
+            cut, mark = cut_control(chat, self._control)
+            text = self.written(cut)
         except Exception as error:  # templates are programs and may raise anything
             message = f"the chat template rejects these messages: {shorten(str(error))}"
             raise InvalidRequest(message, field="chat.messages") from error
-        check_count("chat.messages", len(text := str(rendered)), limit, "characters as the chat template writes them")
-        pieces = text.split(cut.mark) if cut.mark else [text]  # each has a token at least
+        check_count("chat.messages", len(text), limit, "characters as the chat template writes them")
+        pieces = text.split(mark) if mark else [text]  # each has a token at least
         check_count("chat.messages", len(pieces), self.info.context_length, "texts around special tokens")
         encoded = self.tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)
         return tuple(chain.from_iterable(encoded["input_ids"]))
+
+    def written(self, chat: Chat) -> str:
+        written = self.tokenizer.apply_chat_template(
+            [*chat.messages],
+            tools=[*chat.tools] or None,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            tokenize=False,
+            **chat.variables,
+        )
+        return str(written)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token, which need not be valid text by themselves.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from coordinator.workers.chat_template import Chat
@@ -15,7 +15,6 @@ from coordinator.workers.target import Target
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # the latter of Magistral
 _OTHER = re.compile("<function=|<arg_key>")  # between Hermes' marks: XML of Qwen3-Coder and of GLM-4.5
 _TOOLS = re.compile(r"(?<![\w.'\"])tools\b(?!['\"])")  # the variable, and no field of messages
-ONE_SYSTEM = re.compile("must be at the beginning|initial optional system|assistant and tool roles are supported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +38,9 @@ class Dialect:
             return name + self.bare
         return f'{{"name": {json.dumps(name)}, "{self.arguments}": '
 
-    @property
-    def tail(self) -> str:
-        return "" if self.bare else "}"
-
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return the text of a call as a model would write it."""
-        call = self.head(name) + json.dumps(arguments, ensure_ascii=False) + self.tail
+        call = self.head(name) + json.dumps(arguments, ensure_ascii=False) + "}" * (not self.bare)
         return f"{self.opener}{self.before}{call}{self.after}{self.closer}" if self.anywhere else call
 
 
@@ -66,8 +61,6 @@ class Manner:
     thinks: bool = False  # it may begin with thoughts
     thinking: bool = False  # the prompt ends in their mark
     several: bool = True  # calls in one answer: some templates raise errors for them, or for their results
-    system: bool = True  # messages: Gemma's template raises an error for them
-    late_system: bool = True  # messages: templates of Qwen3.5 and Mistral raise errors for all but the first
     all_fields: bool = False  # of tools are needed: the template of Hermes raises an error without them
     shows_calls: bool = True  # in chats without tools: some targets have a template apart for those with tools
     thoughts: tuple[str, str] = THOUGHTS[0]  # the marks around them
@@ -82,8 +75,7 @@ def manner_of(target: Target, parser: str) -> Manner:
     told = parser != "auto" or (dialect is not JSON and not _OTHER.search(template))  # other calls could not be read
     knows_tools = told and _TOOLS.search(template) is not None
     several = "single tool-calls" not in template and (knows_tools or "roles must alternate" not in template)
-    rules = {"system": "System role not" not in template, "late_system": ONE_SYSTEM.search(template) is None}
-    rules |= {"all_fields": "parameters.properties" in template, "shows_calls": _TOOLS.search(plain) is not None}
+    rules = {"all_fields": "parameters.properties" in template, "shows_calls": _TOOLS.search(plain) is not None}
     marks = next((marks for marks in THOUGHTS if marks[1] in template), None)
     return Manner(dialect, knows_tools, marks is not None, several=several, thoughts=marks or THOUGHTS[0], **rules)
 
@@ -96,22 +88,27 @@ def _by_template(template: str) -> Dialect:
     return LLAMA3 if llama else JSON
 
 
-def opens_thinking(target: Target, chat: Chat, mark: str) -> bool:
-    """Return whether the prompt of a chat ends in this mark of thoughts. Templates may look for it in messages."""
-    messages, tools, more = [*chat.messages], [*chat.tools] or None, {"tokenize": False, **chat.variables}
-    try:
-        text = target.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **more)
-    except Exception:  # templates are programs; the request is refused when its prompt is made
-        return False
-    return str(text).rstrip().endswith(mark)
+def preview(target: Target, chat: Chat) -> str:
+    """Return a chat as the template writes it; nothing if it raises an error, as it will for the prompt."""
+    with suppress(Exception):  # templates are programs
+        return target.written(chat)
+    return ""
 
 
-def one_system(messages: Iterable[dict[str, Any]], *, late: bool) -> list[dict[str, Any]]:
-    """Return messages with those of the system at the beginning as one: templates refuse a second one, or drop it.
+def shows_all(target: Target, *roles: str) -> bool:
+    """Return whether the template writes messages of all these roles: some drop those of the system, or refuse them."""
+    chat = [{"role": role, "content": f"{role} {number}"} for number, role in enumerate(roles)]
+    text = preview(target, Chat(chat))
+    return all(message["content"] in text for message in chat)
 
-    Where templates refuse `late` ones, too, these come first.
-    """
-    given = sorted(messages, key=lambda message: not late and message["role"] != "system")
-    told = [*takewhile(lambda message: message["role"] == "system", given)]
-    joined = "\n\n".join(filter(None, (message["content"] for message in told)))
-    return [{"role": "system", "content": joined}] * bool(told) + given[len(told) :]
+
+def one_system(messages: Iterable[dict[str, Any]], target: Target) -> list[dict[str, Any]]:
+    """Return messages with those of the system at the beginning as one, and with later ones if these are not shown."""
+    given = [*messages]
+    roles = [message["role"] for message in given]
+    begun = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
+    if "system" in roles[begun:] and not shows_all(target, "system", "user", "assistant", "system", "user"):
+        given.sort(key=lambda message: message["role"] != "system")
+        begun = roles.count("system")
+    joined = "\n\n".join(filter(None, (message["content"] for message in given[:begun])))
+    return [{"role": "system", "content": joined}] * bool(begun) + given[begun:]

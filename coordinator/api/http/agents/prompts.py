@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from coordinator.api.http.agents.bodies import ChatFields, Tool
-from coordinator.api.http.agents.dialects import Dialect, Manner, one_system
+from coordinator.api.http.agents.dialects import Dialect, Manner, one_system, shows_all
 from coordinator.workers.chat_template import Chat
+from coordinator.workers.target import Target
 
 _INSTRUCTIONS = """You can call these functions. Each line is one of them, with the JSON schema of its parameters:
 {tools}
@@ -17,9 +18,9 @@ To call a function, answer with nothing but its name and its arguments, in this 
 _FIELDS = {"name": "", "description": "", "parameters": {"type": "object", "properties": {}}}
 
 
-def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner) -> Chat:
+def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner, target: Target) -> Chat:
     """Return the chat of a body as the target's template reads it."""
-    messages = one_system((message.plain for message in body.messages), late=manner.late_system)
+    messages = one_system((message.plain for message in body.messages), target)
     for named in (it for message in messages for it in (message, *message.get("tool_calls", ()))):
         if manner.dialect.name == "mistral":  # its templates raise errors for other ids
             named.update({key: named[key].rjust(9, "0")[-9:] for key in ("id", "tool_call_id") if key in named})
@@ -28,19 +29,21 @@ def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner) -> Chat:
     described = [{"type": "function", "function": function} for function in functions]
     if not manner.knows_tools or not (described or manner.shows_calls):
         _put_in_words(messages, manner.dialect)
-        messages = _instructed(messages, described, manner) if described else messages
+        if described:
+            _instruct(messages, described, manner.dialect, target)
         described = []
     return Chat(messages, described, body.add_generation_prompt, body.continue_final_message, body.variables)
 
 
-def _instructed(messages: list[dict[str, Any]], tools: Sequence[Any], manner: Manner) -> list[dict[str, Any]]:
-    """Add instructions to the system message, or one with them; to the first message if there can be none."""
+def _instruct(messages: list[dict[str, Any]], tools: Sequence[Any], dialect: Dialect, target: Target) -> None:
+    """Add instructions to the system message, new or given; to the first other one where the template shows none."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = _INSTRUCTIONS.format(tools=lines, form=manner.dialect.write("NAME", {"PARAMETER": "VALUE"}))
-    if messages[0]["role"] == "system" or not manner.system:
-        first = messages[0] | {"content": f"{messages[0]['content']}\n\n{text}".lstrip()}
-        return [first, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
+    text = _INSTRUCTIONS.format(tools=lines, form=dialect.write("NAME", {"PARAMETER": "VALUE"}))
+    shown, given = shows_all(target, "system", "user"), messages[0]["role"] == "system"
+    if shown and not given:
+        messages.insert(0, {"role": "system", "content": ""})
+    told = messages[given and not shown and len(messages) > 1]
+    told["content"] = f"{told['content']}\n\n{text}".lstrip()
 
 
 def _put_in_words(messages: Sequence[dict[str, Any]], dialect: Dialect) -> None:

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from coordinator.api.http import responses
 from coordinator.api.http.agents.bodies import ChatBody, lenient
-from coordinator.api.http.agents.dialects import Manner, manner_of, opens_thinking
+from coordinator.api.http.agents.dialects import Manner, manner_of, preview
 from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.agents.tool_grammar import grammar_of
@@ -41,13 +41,14 @@ def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) ->
     """Return the input of a chat, and the form of its answers."""
     manner, required = manner_of(target, settings.tool_parser), body.calls_required
     tools = (body.tools or ()) if required is not None else ()
-    request = input_of(body, target, settings, chat=(chat := chat_of(body, tools, manner)))
+    request = input_of(body, target, settings, chat=(chat := chat_of(body, tools, manner, target)))
     grammar = request.params.grammar
     form = body.response_format and body.response_format.json_schema
     if form and form.schema_ is not None and not form.strict:
         grammar = Grammar(json_schema=json.dumps(lenient(form.schema_)))
     thinks = manner.thinks and body.add_generation_prompt and (required is not None or grammar is None)
-    manner = replace(manner, thinks=thinks, thinking=thinks and opens_thinking(target, chat, manner.thoughts[0]))
+    opened = thinks and preview(target, chat).rstrip().endswith(manner.thoughts[0])  # templates may look into messages
+    manner = replace(manner, thinks=thinks, thinking=opened)
     if required is not None:
         schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.callable_tools}
         parallel = manner.several and body.parallel_tool_calls is not False and isinstance(body.tool_choice, str | None)

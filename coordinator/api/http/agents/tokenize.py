@@ -62,7 +62,7 @@ class TokensApi:
 
     def _tokenized(self, body: TokenizeChatBody | TokenizeTextBody, target: Target) -> Response:
         if isinstance(body, TokenizeChatBody):
-            chat = chat_of(body, body.tools or (), manner_of(target, self._settings.tool_parser))
+            chat = chat_of(body, body.tools or (), manner_of(target, self._settings.tool_parser), target)
             tokens = list(prompt_tokens(ClientRequest(SamplingParams(), chat=chat), target, self._limit))
         else:
             check_count("prompt", len(body.prompt.encode()), self._limit, "bytes")

@@ -69,11 +69,11 @@ class _Rules:
         each = []
         for number, (name, schema) in enumerate(tools.items()):
             head = f"{json.dumps(name)} {self.mark(dialect.bare)}" if dialect.bare else json.dumps(dialect.head(name))
-            whole, tail = guided(bare(schema)), json.dumps(dialect.tail)
+            whole, tail = guided(bare(schema)), "" if dialect.bare else '"}"'
             if self._format and not dialect.anywhere:
                 whole, head, tail = call_schema(name, schema, dialect), "", ""
             self.lines.append(f"arguments_{number}: %json {json.dumps(whole)} // {name}")
-            each.append(f"{head} arguments_{number} {tail if dialect.tail else ''}")
+            each.append(f"{head} arguments_{number} {tail}")
         self.lines.append(f"call: {' | '.join(each)}")
         before, after = (json.dumps(text) if text else "" for text in (dialect.before, dialect.after))
         closer = self.mark(dialect.closer) if dialect.closer else ""
@@ -82,14 +82,11 @@ class _Rules:
         again += f" {self.mark(dialect.opener)}" if dialect.opens_each else ""
         more = f"({again} {one}){{0,{most - 1}}}" if most > 1 else ""
         self.lines.append(f"calls: {one} {more}" if dialect.opens_each else f"calls: {before} call {more} {closer}")
-        return f"{self._opening(required)} calls"
-
-    def _opening(self, required: bool) -> str:
-        """Return the rule of what comes before the first call."""
-        dialect = self._dialect
         if dialect.anywhere:
-            return self.mark(dialect.opener) if required or self._format else self.after_text(dialect.opener)
-        return ("" if self._format else BLANK) + (f" {self.mark(dialect.opener)}?" if dialect.opener else "")
+            opening = self.mark(dialect.opener) if required or self._format else self.after_text(dialect.opener)
+        else:
+            opening = ("" if self._format else BLANK) + (f" {self.mark(dialect.opener)}?" if dialect.opener else "")
+        return f"{opening} calls"
 
     def answer(self, manner: Manner) -> str:
         """Return the rule of an answer without calls."""

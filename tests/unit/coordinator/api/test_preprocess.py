@@ -163,8 +163,8 @@ def test_a_completion_follows_its_whole_format_or_is_refused(strict: bool | None
 def test_a_chat_has_the_same_messages_over_both_protocols(strict: bool) -> None:
     """Templates that take one message of the system refused or lost the second one of a chat over gRPC."""
     tokenizer = byte_tokenizer()
-    rule = "{{ raise_exception('System message must be at the beginning.') }}" * strict
-    tokenizer.chat_template = f"{{% for m in messages %}}{{% if m.content == 'x' %}}{rule}{{% endif %}}{{% endfor %}}"
+    rule = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}" * strict
+    tokenizer.chat_template = f"{{% for m in messages %}}{rule}{{{{ m.content }}}}{{% endfor %}}"
     nothing: Any = None
     target = Target(ModelInfo("toy", "f"), tokenizer, nothing, nothing)
     roles = ["system", "developer", "user", "assistant", "system", "user"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -56,7 +55,8 @@ THOUGHTS = {"chat_template_kwargs": {"thinking": True}}
 def target_of(template: str) -> Target:
     words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template)
-    return cast(Target, SimpleNamespace(tokenizer=tokenizer, info=ModelInfo("m", "f")))
+    nothing: Any = None
+    return Target(ModelInfo("m", "f"), tokenizer, nothing, nothing)
 
 
 def chat(**more: Any) -> ChatBody:
@@ -153,12 +153,13 @@ def test_a_template_apart_for_tools_shows_no_calls_in_chats_without_tools() -> N
     target.tokenizer.chat_template = cast(Any, {"default": QUESTION, "tool_use": told})
     manner = manner_of(target, "auto")
     body = chat(**RESULT)
-    without = chat_of(body, (), manner)
+    without = chat_of(body, (), manner, target)
     assert without.messages[1]["content"] == HERMES.write("f", {})
     assert without.messages[2] == {"role": "user", "content": "Result of f:\n1"}
     tools = chat(tools=[{"type": "function", "function": {"name": "f"}}]).tools or ()
-    assert chat_of(body, tools, manner).messages[1]["tool_calls"]
-    assert chat_of(body, (), manner_of(target_of(told), "auto")).messages[1]["tool_calls"], "one template for both"
+    assert chat_of(body, tools, manner, target).messages[1]["tool_calls"]
+    both = target_of(told)
+    assert chat_of(body, (), manner_of(both, "auto"), both).messages[1]["tool_calls"], "one template for both"
 
 
 def test_the_template_shows_the_dialect_unless_one_is_named() -> None:
@@ -171,7 +172,7 @@ def rendered(template: str, **more: Any) -> str:
     """Return the prompt of a chat, as its target's template writes it."""
     settings = CoordinatorSettings(tool_parser="auto")
     target, body = target_of(template), chat(**more)
-    made = chat_of(body, body.tools or (), manner_of(target, settings.tool_parser))
+    made = chat_of(body, body.tools or (), manner_of(target, settings.tool_parser), target)
     tools = [*made.tools] or None
     return str(target.tokenizer.apply_chat_template([*made.messages], tools=tools, tokenize=False, **made.variables))
 
@@ -205,6 +206,43 @@ def test_later_messages_of_the_system_come_first_where_the_template_refuses_them
     strict = FIRST_ONLY.replace("System message must be at the beginning", rule)
     assert rendered(strict, messages=messages) == "<system>Be kind.\n\nBe short.\n<user>Hi.\n<user>Hi.\n"
     assert rendered(strict, messages=messages[1:]) == "<system>Be short.\n<user>Hi.\n<user>Hi.\n"
+
+
+# As of MiniMax M2, which shows the first message of the system, of DeepSeek R1, which shows the last one, and of Phi-3.
+FIRST_SHOWN = (
+    "{% for m in messages %}{% if loop.first or m['role'] != 'system' %}<{{ m['role'] }}>{{ m['content'] }}\n"
+    "{% endif %}{% endfor %}"
+)
+LAST_SHOWN = (
+    "{% set ns = namespace(told='') %}{% for m in messages if m['role'] == 'system' %}{% set ns.told = m['content'] %}"
+    "{% endfor %}<system>{{ ns.told }}\n{% for m in messages if m['role'] != 'system' %}<{{ m['role'] }}>"
+    "{{ m['content'] }}\n{% endfor %}"
+)
+NONE_SHOWN = "{% for m in messages if m['role'] != 'system' %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+# As of Mistral 7B v0.1 and Mixtral, which say nothing of the system.
+IN_TURN = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [FIRST_SHOWN, LAST_SHOWN])
+def test_later_messages_of_the_system_come_first_where_the_template_drops_some(template: str) -> None:
+    expected = "<system>Be kind.\n\nBe short.\n<user>Hi.\n<user>Hi.\n"
+    assert rendered(template, messages=[SYSTEM, USER, DEVELOPER, USER]) == expected
+
+
+@pytest.mark.parametrize("template", [NONE_SHOWN, IN_TURN])
+def test_a_template_that_shows_no_message_of_the_system_has_tools_in_the_first_other_one(template: str) -> None:
+    """Those of Phi-3 were told of no tool, and requests to Mistral 7B v0.1 and Mixtral were refused."""
+    tools = {"tools": [{"type": "function", "function": {"name": "find"}}]}
+    told = rendered(template, **tools)
+    assert told.startswith("<user>Hi.\n\nYou can call these functions.")
+    assert '{"name": "find"}' in told
+    if template is NONE_SHOWN:
+        assert rendered(template, messages=[SYSTEM, USER], **tools) == told
+        assert rendered(template, messages=[SYSTEM], **tools) == ""
 
 
 NINE = (
@@ -246,5 +284,5 @@ def test_thoughts_stay_in_a_chat_whose_calls_are_told_in_words() -> None:
     assert rendered(template, messages=[USER, said]) == "[]Hi.[Hm.]Yes."
     call = HERMES.write("f", {})
     body = chat(messages=[USER, CALLED | {"reasoning_content": "Hm."}])
-    made = chat_of(body, (), Manner(HERMES, knows_tools=False))
+    made = chat_of(body, (), Manner(HERMES, knows_tools=False), target_of(template))
     assert made.messages[1] == {"role": "assistant", "content": call, "reasoning_content": "Hm."}
