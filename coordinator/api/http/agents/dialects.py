@@ -12,8 +12,13 @@ from typing import Any
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 
-THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # the latter of Magistral
-_OTHER = re.compile("<function=|<arg_key>")  # between Hermes' marks: XML of Qwen3-Coder and of GLM-4.5
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),  # of Magistral
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # of Command A Reasoning
+)
+_OTHER = re.compile("<function=|<arg_key>|<tool_calls>")  # beside Hermes' marks: of Qwen3-Coder, GLM-4.5 and Apriel 1.5
 _TOOLS = re.compile(r"(?<![\w.'\"])tools\b(?!['\"])")  # the variable, and no field of messages
 
 
@@ -81,11 +86,9 @@ def manner_of(target: Target, parser: str) -> Manner:
 
 
 def _by_template(template: str) -> Dialect:
-    for dialect in (HERMES, MISTRAL):
-        if dialect.opener in template:
-            return dialect
     llama = "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template)
-    return LLAMA3 if llama else JSON
+    marked = (dialect for dialect in (HERMES, MISTRAL) if dialect.opener in template)
+    return next(marked, LLAMA3 if llama else JSON)
 
 
 def preview(target: Target, chat: Chat) -> str:

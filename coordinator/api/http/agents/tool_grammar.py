@@ -27,12 +27,9 @@ def grammar_of(
     *,
     required: bool,
     parallel: bool,
-    answer: Grammar | None = None,
+    answer: Grammar | None = None,  # the format of one without calls; None: any text
 ) -> Grammar:
-    """Return the grammar of an answer that may, or must, call these tools, given with their parameters' schemas.
-
-    `answer` is the format of an answer without calls; None: any text.
-    """
+    """Return the grammar of an answer that may, or must, call these tools, given with their parameters' schemas."""
     rules = _Rules(manner.dialect, target, None if required else answer)
     calls = rules.calls(tools, MAX_CALLS if parallel else 1, required=required)
     start = ""

@@ -133,10 +133,11 @@ def test_a_template_that_fails_opens_no_thoughts() -> None:
         ("{{ builtin_tools }}<tool_call>", False),
         ("{% for tool in tools %}{{ tool }}{% endfor %}<tool_call>\n<function=NAME>\n<parameter=P>", False),
         ("{% for tool in tools %}{{ tool }}{% endfor %}<tool_call>NAME\n<arg_key>P</arg_key>", False),
+        ("{{ tools }} as objects within <tool_call></tool_call>: <tool_calls>[...]</tool_calls>", False),
     ],
 )
 def test_a_template_knows_tools_that_it_takes_from_the_request(more: str, knows: bool) -> None:
-    """That of Phi-4-mini has them in a system message, which no request has; Qwen3-Coder and GLM-4.5 write XML."""
+    """That of Phi-4-mini has them in a message of the system. Qwen3-Coder and GLM-4.5 write XML, Apriel 1.5 a list."""
     assert manner_of(target_of(QUESTION + more), "auto").knows_tools is knows
 
 

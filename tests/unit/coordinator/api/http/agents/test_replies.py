@@ -29,7 +29,12 @@ from outrider.speculation.grammar import GrammarCompiler
 from outrider.testing.toy_models import byte_tokenizer
 from tests.unit.coordinator.api.http.agents.test_tool_grammar import DIALECTS, target_of
 
-MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")
+THOUGHTS = (
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", *sum(THOUGHTS, ()), "[TOOL_CALLS]", "[ARGS]")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 THINKS = (
@@ -122,23 +127,28 @@ def test_an_answer_is_content_where_the_request_asks_for_no_thoughts(more: dict[
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("special", [True, False])
-def test_thoughts_of_magistral_are_apart(special: bool, tools: Any) -> None:
-    """Its marks are special tokens, which have no text: the thoughts ran into the content."""
+@pytest.mark.parametrize(("opens", "ends"), THOUGHTS)
+def test_thoughts_of_magistral_seed_oss_and_command_a_are_apart(
+    opens: str, ends: str, special: bool, tools: Any
+) -> None:
+    """Their marks are special tokens, which have no text: the thoughts ran into the content."""
     target = target_with(special=special)
     target.tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}{# [THINK][/THINK][TOOL_CALLS][ARGS] {{ tools }} #}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{# "
+        f"{opens}{ends}"
+        "[TOOL_CALLS][ARGS] {{ tools }} #}"
     )
     settings = CoordinatorSettings(tool_parser="auto")
     request, manner = chat_input(chat(tools=tools), target, settings)
     said = "Yes." if tools is None else "[TOOL_CALLS]f[ARGS]{}"
-    found = read(target, manner, f"[THINK]Hm.[/THINK]{said}", tools=tools)
+    found = read(target, manner, f"{opens}Hm.{ends}{said}", tools=tools)
     answer = {PartKind.CONTENT: said} if tools is None else {PartKind.CALL: "f", PartKind.ARGUMENTS: "{}"}
     assert found == {PartKind.REASONING: "Hm.", **answer}
     if (grammar := request.params.grammar) is not None:
         guide = GrammarCompiler(lambda: tokenizer_json(target.tokenizer), [target.tokenizer.eos_token_id])
-        ids = list(target.encode(f"[THINK]Hm {{.[/THINK]{said}"))
+        ids = list(target.encode(f"{opens}Hm {{.{ends}{said}"))
         assert guide.compile(SamplingParams(grammar=grammar)).count_allowed(ids) == len(ids)
-        wrong = list(target.encode("[THINK]Hm.[/THINK][TOOL_CALLS]g"))
+        wrong = list(target.encode(f"{opens}Hm.{ends}[TOOL_CALLS]g"))
         assert guide.compile(SamplingParams(grammar=grammar)).count_allowed(wrong) == len(wrong) - 1
 
 
