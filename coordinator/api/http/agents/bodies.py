@@ -18,7 +18,8 @@ _LOOKS = re.compile(r"(?<!\\)(?:\\\\)*(?:\\[bBk1-9]|\(\?(?:<?[=!]|P=))")  # arou
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
-TemplateVariables = dict[Literal["enable_thinking", "thinking"], bool]
+_Switch = Literal["enable_thinking", "thinking", "reasoning", "clear_thinking", "preserve_thinking"]
+TemplateVariables = dict[_Switch, bool]
 
 
 def lenient(schema: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+from pydantic import ValidationError
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -277,6 +278,15 @@ HERMES_3 = (
 def test_templates_read_all_fields_of_a_tool_that_leaves_them_out(more: dict[str, Any]) -> None:
     """That of Hermes 3 raises an error for a tool without them, which OpenAI takes."""
     assert rendered(HERMES_3, tools=[{"type": "function", "function": {"name": "f"} | more}]) == "f() - "
+
+
+@pytest.mark.parametrize("name", ["clear_thinking", "preserve_thinking", "reasoning"])
+@pytest.mark.parametrize("value", [True, False])
+def test_variables_of_real_templates_that_turn_thoughts_on_and_off_reach_them(name: str, value: bool) -> None:
+    """Agents send them with GLM-4.7 and GLM-5, Qwen3.6 and Command A Reasoning; other servers take any."""
+    assert rendered(f"{{{{ {name} }}}}", chat_template_kwargs={name: value}) == str(value)
+    with pytest.raises(ValidationError, match="chat_template_kwargs"):
+        chat(chat_template_kwargs={name: "<|im_end|>"})
 
 
 def test_thoughts_stay_in_a_chat_whose_calls_are_told_in_words() -> None:
