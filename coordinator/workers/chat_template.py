@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PRIVATE = range(0xE000, 0xF900)  # private-use characters
+_ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})")  # one, in templates that write tools as Python or ASCII
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
@@ -58,7 +59,8 @@ def cut_control(chat: Chat, control: re.Pattern[str] | None) -> tuple[Chat, str]
     """Return a chat with the control tokens in its texts cut in two, and the mark of these cuts, if there are any."""
     if control is None or not any(control.search(text) for text in chat.texts()):
         return chat, ""
-    used = set().union(*chat.texts())
+    escapes = (chr(int(code, 16)) for text in chat.texts() for code in _ESCAPED.findall(text))
+    used = set().union(*chat.texts(), *escapes)
     mark = next(chr(code) for code in _PRIVATE if chr(code) not in used)
     return replace(chat, messages=_cut(chat.messages, control, mark), tools=_cut(chat.tools, control, mark)), mark
 

@@ -33,7 +33,6 @@ FETCH_TIMEOUT_S = 60.0
 MAX_TOKENIZER_BYTES = 128 * 1024 * 1024  # the largest known are around 40 MB
 _CHUNK_COST = 1024  # counted per chunk, so that empty chunks are limited too
 _READING = ThreadPoolExecutor(2, "tokenizers")  # requests have others, which no verifier's tokenizers hold up
-_WORD_START = "▁"  # a space in vocabularies with a Metaspace decoder
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -73,7 +72,7 @@ class Target:
             message = f"the chat template rejects these messages: {shorten(str(error))}"
             raise InvalidRequest(message, field="chat.messages") from error
         check_count("chat.messages", len(text), limit, "characters as the chat template writes them")
-        pieces = text.split(mark) if mark else [text]  # each has a token at least
+        pieces = text.replace(f"\\u{ord(mark):x}", mark).split(mark) if mark else [text]  # each has a token at least
         check_count("chat.messages", len(pieces), self.info.context_length, "texts around special tokens")
         encoded = self.tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)
         return tuple(chain.from_iterable(encoded["input_ids"]))
@@ -101,7 +100,7 @@ class Target:
             return bytes(_BYTES[char] for char in text) if _BYTES.keys() >= set(text) else text.encode()
         if "ByteFallback" in self._decoders and (match := _BYTE_TOKEN.fullmatch(text)) is not None:
             return bytes.fromhex(match[1])
-        return text.replace(_WORD_START, " ").encode() if self._decoders & {"Metaspace", "Replace"} else text.encode()
+        return text.replace("▁", " ").encode() if self._decoders & {"Metaspace", "Replace"} else text.encode()
 
     @cached_property
     def _decoders(self) -> frozenset[str]:
@@ -136,14 +135,12 @@ async def fetch_target(info: ModelInfo, identity: str, verifier: rpc.VerifierAsy
     """Ask a verifier for its tokenizer."""
     with tempfile.TemporaryDirectory(prefix="outrider-tokenizer-") as name:
         folder = Path(name)
-        seen: set[str] = set()
         left = MAX_TOKENIZER_BYTES
         async for chunk in verifier.GetTokenizer(pb.GetTokenizerRequest(), timeout=FETCH_TIMEOUT_S):
             left -= len(chunk.data) + _CHUNK_COST
             if left < 0:
                 raise InvalidRequest.of("tokenizer files", "larger", f"at most {MAX_TOKENIZER_BYTES} bytes together")
-            write_file(folder, chunk.name, chunk.data, append=chunk.name in seen)
-            seen.add(chunk.name)
+            write_file(folder, chunk.name, chunk.data)
         try:
             tokenizer = await asyncio.get_running_loop().run_in_executor(_READING, load_tokenizer, folder)
         except asyncio.CancelledError:

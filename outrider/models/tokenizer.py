@@ -24,11 +24,11 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, into: Path) -> dict[str, 
     return {path.name: path for path in sorted(into.iterdir()) if path.name in FILES}
 
 
-def write_file(into: Path, name: str, data: bytes, *, append: bool) -> None:
-    """Write a piece of a file that a peer sent. Raises InvalidRequest for an unknown file name."""
+def write_file(into: Path, name: str, data: bytes) -> None:
+    """Append a piece of a file that a peer sent. Raises InvalidRequest for an unknown file name."""
     if name not in FILES:
         raise InvalidRequest.of("tokenizer file", name, "one of the known tokenizer files")
-    with (into / name).open("ab" if append else "wb") as handle:
+    with (into / name).open("ab") as handle:
         handle.write(data)
 
 

@@ -73,6 +73,21 @@ def test_every_other_chat_is_encoded_as_it_is_rendered(target: Target, text: str
     assert target.encode_chat(Chat(messages)) == target.encode(str(rendered), special=False)
 
 
+@pytest.mark.parametrize("how", ["string", "tojson(ensure_ascii=true)", "tojson"])
+def test_control_tokens_of_a_tool_stay_as_they_are_however_the_template_writes_it(how: str) -> None:
+    """SmolLM3's writes a tool as Python does: the place where a token had been cut stood in the prompt as `\\ue000`."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(END)]})
+    tokenizer.chat_template = f"{{{{ tools[0] | {how} }}}}{{{{ messages[0].content }}}}"
+    nothing: Any = None
+    target = Target(INFO, tokenizer, nothing, nothing)
+    chat = Chat([{"role": "user", "content": "\\ue000 \\ue001 hi"}], [{"name": f"f {END}"}])
+    tokens = target.encode_chat(chat)
+    assert tokenizer.convert_tokens_to_ids(END) not in tokens
+    written = tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False)
+    assert tokenizer.decode(tokens) == written
+
+
 def test_many_control_tokens_are_encoded_together(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     encode = type(target.tokenizer)._encode_plus
