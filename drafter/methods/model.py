@@ -188,8 +188,7 @@ def load(settings: DrafterSettings, progress: Callable[[str], None]) -> tuple[Mo
     loaded = load_model(settings.model, replace(EngineOptions.of(settings), head_ids=head_ids), progress)
     folder = Path(settings.model).expanduser()  # a shell leaves the ~ of model:~/folder
     target_digest = cards.read_card(folder).target_lineage if cards.is_trained(settings.model) else ""
-    drafter = ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, head_ids, target_digest)
-    return drafter, loaded
+    return ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, head_ids, target_digest), loaded
 
 
 def read_vocabulary(path: str) -> tuple[int, ...]:

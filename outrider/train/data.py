@@ -221,12 +221,11 @@ class _Generator:
             running = [text for text in running if not self._is_complete(text)]
 
     def _begin(self, index: int) -> _RunningText:
-        tokens = encode(self._tokenizer, self._prompts[index % len(self._prompts)].text)
-        most = self._engine.info.context_length - self._recipe.max_tokens
+        text = self._prompts[index % len(self._prompts)].text
+        tokens, most = encode(self._tokenizer, text), self._engine.info.context_length - self._recipe.max_tokens
         if len(tokens) > most:
-            said = self._prompts[index % len(self._prompts)].text[:40]
             limit = f"at most {max(0, most)} tokens in a prompt, with answers of {self._recipe.max_tokens}"
-            raise InvalidRequest.of("prompts", f"{len(tokens)} tokens in {said!r}", limit)
+            raise InvalidRequest.of("prompts", f"{len(tokens)} tokens in {text[:40]!r}", limit)
         return _RunningText(index, tokens, len(tokens), self._recipe.params(index), [])
 
     def _fit(self, texts: Sequence[_RunningText]) -> bool:

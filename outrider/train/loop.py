@@ -77,10 +77,8 @@ class Training:
         self._identity = hashlib.sha256(decided.encode()).hexdigest()
         self._device = device
         self._trained = {n: p for n, p in method.module.named_parameters() if p.requires_grad}
-        fused, rate = device.type == "cpu", plan.learning_rate
-        self._optimizer = torch.optim.AdamW(
-            self._trained.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
-        )
+        fused = device.type == "cpu"
+        self._optimizer = torch.optim.AdamW(self._trained.values(), betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
         self.step = self.tokens = 0
         self.seconds = 0.0  # spent on steps, over all interruptions
 
