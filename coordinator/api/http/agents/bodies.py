@@ -179,10 +179,9 @@ class ChatBody(ChatFields, ChatOptions):
 
     @model_validator(mode="after")
     def _choice(self) -> ChatBody:
-        names = {tool.function.name for tool in self.tools or ()}
-        if self.tool_choice == "required" and not names:
+        if self.tool_choice == "required" and not self.tools:
             raise ValueError("tool_choice required needs tools")
-        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
+        if isinstance(self.tool_choice, ToolChoice) and not self.callable_tools:
             raise ValueError("tool_choice needs a name of tools")
         return self
 

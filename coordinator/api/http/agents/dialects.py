@@ -17,6 +17,7 @@ THOUGHTS = (
     ("[THINK]", "[/THINK]"),  # of Magistral
     ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # of Command A Reasoning
+    ("<|channel|>analysis<|message|>", "assistant<|channel|>final<|message|>"),  # of gpt-oss
 )
 _OTHER = re.compile("<function=|<arg_key>|<tool_calls>")  # beside Hermes' marks: of Qwen3-Coder, GLM-4.5 and Apriel 1.5
 _TOOLS = re.compile(r"(?<![\w.'\"])tools\b(?!['\"])")  # the variable, and no field of messages

@@ -50,6 +50,7 @@ class AnswerParser:
     def __init__(self, manner: Manner, names: Collection[str] = (), *, formatted: bool = False) -> None:
         self._dialect = dialect = manner.dialect
         self._think, self._thought = manner.thoughts
+        self._starts_with = (self._think, self._thought.removeprefix("assistant"))  # the latter without thoughts
         self._formatted = formatted
         self._starts = call_starts(dialect, names, formatted=formatted) if names else ()
         self._opener = dialect.opener if names and dialect.anywhere and not formatted else ""
@@ -114,13 +115,12 @@ class AnswerParser:
 
     def _start(self) -> bool:
         text = self._text[:_MOST].lstrip()
-        if text.startswith(self._think):
-            self._text = self._text.lstrip()[len(self._think) :]
-            self._state = _State.REASONING
-        elif not self._ended and self._think.startswith(text) and len(self._text) < _MOST:
+        mark = next((mark for mark in self._starts_with if text.startswith(mark)), "")
+        begun = any(mark.startswith(text) for mark in self._starts_with)
+        if not mark and begun and not self._ended and len(self._text) < _MOST:
             return False
-        else:
-            self._state = _State.OPENING
+        self._text = self._text.lstrip()[len(mark) :] if mark else self._text
+        self._state = _State.REASONING if mark == self._think else _State.OPENING
         return True
 
     def _opening(self) -> bool:

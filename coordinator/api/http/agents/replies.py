@@ -71,8 +71,8 @@ class AnswerReader:
         names = [tool.function.name for tool in body.callable_tools] if body.calls_required is not None else []
         self.parser = AnswerParser(manner, names, formatted=body.formatted)
         self._thought = 0
-        dialect, added = manner.dialect, target.tokenizer.added_tokens_decoder.items()
-        marks = [dialect.opener, dialect.closer, dialect.bare] * bool(names) + [*manner.thoughts] * manner.thinks
+        form, added = manner.dialect, target.tokenizer.added_tokens_decoder.items()
+        marks = "\n".join([form.opener, form.closer, form.bare] * bool(names) + [*manner.thoughts] * manner.thinks)
         self._marks = {id_: token.content for id_, token in added if token.special and token.content in marks}
 
     def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:

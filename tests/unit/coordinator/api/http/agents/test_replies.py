@@ -152,6 +152,35 @@ def test_thoughts_of_magistral_seed_oss_and_command_a_are_apart(
         assert guide.compile(SamplingParams(grammar=grammar)).count_allowed(wrong) == len(wrong) - 1
 
 
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.", "Hm.", "Yes."),
+        ("<|channel|>final<|message|>An assistant is.", "", "An assistant is."),
+        ("<|channel|>analysis<|message|>So, assistant", "So, assistant", ""),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assist", "Hm.assist", ""),
+        ("<|channel|>anal", "", "<|channel|>anal"),
+        ("Yes.", "", "Yes."),
+    ],
+)
+def test_the_channels_of_gpt_oss_are_thoughts_and_content(text: str, reasoning: str, content: str, whole: bool) -> None:
+    """Their marks are special tokens: an answer was `analysisHm.assistantfinalYes.`."""
+    tokenizer = byte_tokenizer()
+    marks = [f"<|{name}|>" for name in ("start", "end", "channel", "message", "return")]
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+        "<|start|>assistant{% if not add_generation_prompt %}<|start|>assistant<|channel|>final<|message|>{% endif %}"
+    )
+    nothing: Any = None
+    target = Target(ModelInfo("m", "f", context_length=2048), tokenizer, nothing, nothing)
+    _, manner = chat_input(chat(), target, CoordinatorSettings(tool_parser="auto"))
+    found = read(target, manner, text, whole=whole, tools=None)
+    said = {PartKind.REASONING: reasoning, PartKind.CONTENT: content}
+    assert found == {kind: text for kind, text in said.items() if text}
+
+
 @pytest.mark.parametrize("form", DIALECTS)
 @pytest.mark.parametrize("continued", [True, False])
 def test_what_the_grammar_constrains_as_a_call_is_read_as_one(continued: bool, form: str) -> None:
