@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import sys
@@ -15,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coordinator.workers.chat_template import Chat, control_tokens, cut_control
+from coordinator.workers.chat_template import Chat, control_tokens, cut_control, in_parts
 from coordinator.workers.grammar_trial import GrammarTrial
 from outrider.models.tokenizer import load_tokenizer, tokenizer_json, write_file
 from outrider.protocol.checks import check_count
@@ -33,6 +34,7 @@ FETCH_TIMEOUT_S = 60.0
 MAX_TOKENIZER_BYTES = 128 * 1024 * 1024  # the largest known are around 40 MB
 _CHUNK_COST = 1024  # counted per chunk, so that empty chunks are limited too
 _READING = ThreadPoolExecutor(2, "tokenizers")  # requests have others, which no verifier's tokenizers hold up
+_PROBE = {"role": "user", "content": "outrider"}
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -78,15 +80,20 @@ class Target:
         return tuple(chain.from_iterable(encoded["input_ids"]))
 
     def written(self, chat: Chat) -> str:
-        written = self.tokenizer.apply_chat_template(
-            [*chat.messages],
-            tools=[*chat.tools] or None,
-            add_generation_prompt=chat.add_generation_prompt,
-            continue_final_message=chat.continue_final_message,
-            tokenize=False,
-            **chat.variables,
-        )
-        return str(written)
+        """Return a chat as its template writes it."""
+        messages = [in_parts(it) for it in chat.messages] if self._wants_parts else [*chat.messages]
+        more = {"continue_final_message": chat.continue_final_message, "tokenize": False, **chat.variables}
+        tools, begins = [*chat.tools] or None, chat.add_generation_prompt
+        return str(self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=begins, **more))
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Return whether the chat template loses contents that are texts, as those of many models that see images."""
+        for message in (_PROBE, in_parts(_PROBE)):
+            with contextlib.suppress(Exception):  # templates are programs and may raise anything
+                if _PROBE["content"] in str(self.tokenizer.apply_chat_template([message], tokenize=False)):
+                    return message is not _PROBE
+        return False
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token, which need not be valid text by themselves.
@@ -148,10 +155,5 @@ async def fetch_target(info: ModelInfo, identity: str, verifier: rpc.VerifierAsy
         except BaseException as error:  # untrusted files: anything, and panics are no Exception
             raise InvalidRequest(f"the verifier's tokenizer cannot be read: {shorten(str(error))}") from error
     definition = partial(tokenizer_json, tokenizer)
-    return Target(
-        info,
-        tokenizer,
-        Vocabulary.of(tokenizer),
-        GrammarCompiler(definition, info.eos_token_ids, GrammarTrial(definition, info.eos_token_ids)),
-        identity,
-    )
+    grammars = GrammarCompiler(definition, info.eos_token_ids, GrammarTrial(definition, info.eos_token_ids))
+    return Target(info, tokenizer, Vocabulary.of(tokenizer), grammars, identity)

@@ -21,15 +21,8 @@ from outrider.models.gguf import QuantizedRows, quantized_rows
 NormKind = Literal["rms", "layer"]
 Cosines = tuple[torch.Tensor, torch.Tensor]
 
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"}
+_ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
 
 
 class UnsupportedModel(Exception):

@@ -83,9 +83,8 @@ def fingerprint(
     for sample in samples:
         digest.update(f"{sample.name} {sample.shape} {sample.values.dtype}".encode())
         digest.update(sample.values.to(torch.float64).numpy().tobytes())
-    config = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
-    for changing in ("transformers_version", "dtype", "torch_dtype", "distributed_config"):
-        config.pop(changing, None)
+    changing = ("transformers_version", "dtype", "torch_dtype", "distributed_config")
+    config = {key: it for key, it in model.config.to_dict().items() if not key.startswith("_") and key not in changing}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:32]
 

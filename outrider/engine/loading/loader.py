@@ -125,9 +125,7 @@ def reduce_head(model: PreTrainedModel, ids: tuple[int, ...], fingerprint: str) 
     head = model.get_output_embeddings()
     if not ids or len(set(ids)) < len(ids) or not 0 <= min(ids) <= max(ids) < head.weight.shape[0]:
         given = f"{len(ids)} ids, {min(ids, default=0)} to {max(ids, default=0)}"
-        limit = f"ids in [0, {head.weight.shape[0] - 1}], each once"
-        message = "the draft vocabulary does not fit the model"
-        raise StartupError(message, field="draft_vocabulary", value=given, limit=limit)
+        raise StartupError.of("draft_vocabulary", given, f"ids in [0, {head.weight.shape[0] - 1}], each once")
     chosen = torch.tensor(ids, device=head.weight.device)
     smaller = torch.nn.Linear(head.in_features, len(ids), bias=head.bias is not None, device="meta")
     rows = quantized_rows(head)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from coordinator.api.http.agents.dialects import opens_thinking
 from coordinator.api.http.failures import body_of
 from coordinator.api.preprocess import ClientRequest, prompt_tokens
 from coordinator.workers.chat_template import Chat, control_tokens
@@ -175,3 +176,28 @@ def test_a_chat_without_a_prompt_is_a_fault_of_its_messages(template: str) -> No
     with pytest.raises(InvalidRequest) as refused:
         prompt_tokens(asked, Target(INFO, tokenizer, nothing, nothing), 1000)
     assert body_of(refused.value)["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}"
+        "{% endfor %}{% endfor %}:",  # as SmolVLM's
+        "{% for m in messages %}{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}"
+        "{% endfor %}{% endfor %}:",  # as LLaVA's
+        "{% for m in messages %}{{ m['content'][0]['text'] + '' }}{% endfor %}:",  # raises an error for texts
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}:",
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}"
+        "{% endfor %}:",  # as Gemma 3's
+    ],
+)
+def test_templates_that_read_parts_alone_get_them(template: str) -> None:
+    """They dropped the texts: the prompt was `:`."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    nothing: Any = None
+    target = Target(INFO, tokenizer, nothing, nothing)
+    chat = Chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": f" Hi {EOS}"}])
+    assert target.decode(target.encode_chat(chat)) == f"Be brief. Hi {EOS}:"
+    assert opens_thinking(target, chat, ".:") is False
+    assert opens_thinking(target, chat, f"{EOS}:") is True
