@@ -94,7 +94,8 @@ def record_report(connection: WorkerConnection, info: WorkerInfo) -> None:
 def same_worker(one: WorkerInfo, other: WorkerInfo) -> bool:
     """Return whether two reports agree in all that never changes: all but load, capacity, round trip and draining."""
     changing = {name: getattr(one, name) for name in ("load", "draining", "round_trip_ms", "capacity")}
-    return one == replace(other, **changing)
+    model = replace(other.model, sampling=one.model.sampling)  # which coordinators of older versions do not pass on
+    return one == replace(other, **changing, model=model)
 
 
 def same_place(one: WorkerInfo, other: WorkerInfo) -> bool:

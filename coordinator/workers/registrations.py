@@ -18,7 +18,7 @@ from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import cancel_all
 from outrider.protocol.errors import Conflict, InvalidRequest, OutriderError, Overloaded, Unavailable
-from outrider.protocol.fleet import WorkerInfo
+from outrider.protocol.fleet import Role, WorkerInfo
 
 log = structlog.get_logger(__name__)
 
@@ -120,6 +120,8 @@ class Registrations:
             self._adding[gone].cancel()
         self._ignored = {worker_id: why for worker_id, why in self._ignored.items() if worker_id in recorded}
         await self._forget_silent(recorded)
+        for verifier in self._workers.of(Role.VERIFIER):
+            self.worker_pool.complete(verifier.info.model)
         await self._workers.close_unused()
 
     async def _add_recorded(self, info: WorkerInfo) -> None:

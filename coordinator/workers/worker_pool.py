@@ -21,7 +21,7 @@ from coordinator.workers.targets.fit import check_drafter
 from coordinator.workers.targets.known_targets import KnownTargets, ModelNames
 from coordinator.workers.worker_connection import WorkerConnection
 from outrider.protocol.errors import ModelMismatch
-from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.fleet import ModelInfo, Role, SamplingDefaults, WorkerInfo
 
 log = structlog.get_logger(__name__)
 
@@ -76,6 +76,13 @@ class WorkerPool:
         """Return the state as a metric label."""
         shunned, rests = self.shunned.is_shunned(connection.info), connection.is_silent or not connection.usable()
         return "shunned" if shunned else "draining" if connection.info.draining else "resting" if rests else "usable"
+
+    def complete(self, model: ModelInfo) -> None:
+        """Add what a target's makers recommend, which a coordinator of an older version did not pass on."""
+        target = self.targets.of(self.compatibility.identity(model))
+        if target is not None and target.info.sampling == SamplingDefaults() != model.sampling:
+            whole = replace(target, info=replace(target.info, sampling=model.sampling))
+            self.targets.add(whole, lambda _: self.connections())  # no other one is forgotten
 
     async def add(self, target: Target) -> None:
         """Add a new target and remove the drafters that do not fit it."""

@@ -22,7 +22,7 @@ from coordinator.workers.worker_connection import SILENT_S, Stream, WorkerConnec
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import cancel_all, until
 from outrider.protocol.errors import Conflict, ModelMismatch, OutriderError, Overloaded, Unavailable
-from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
+from outrider.protocol.fleet import ModelInfo, Role, SamplingDefaults, WorkerInfo, WorkerLoad
 from outrider.testing.toy_models import byte_tokenizer
 
 DRAFTER = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
@@ -310,6 +310,33 @@ async def test_a_verifier_that_comes_back_with_other_end_tokens_has_a_new_target
     await prompt.remove(first.worker_id)
     await prompt.admit(mended)
     assert [target.info.eos_token_ids for target in prompt.worker_pool.targets] == [(2, 7)]
+
+
+async def test_what_an_older_coordinator_does_not_pass_on_is_taken_from_a_later_report(
+    store: SlowStore, prompt: Registrations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an upgrade. Else one coordinator samples as the model's makers recommend, and another does not, for good."""
+
+    async def fetch(info: ModelInfo, *_: object) -> Target:
+        return target_of(info)
+
+    def recommended() -> list[SamplingDefaults]:
+        return [target.info.sampling for target in prompt.worker_pool.targets]
+
+    monkeypatch.setattr(compatibility, "fetch_target", fetch)
+    sampling, passed_on = SamplingDefaults(temperature=0.6), verifier("v", "127.0.0.1:1", "m")
+    whole = replace(passed_on, model=replace(passed_on.model, sampling=sampling))
+    store.records["v"] = passed_on
+    await prompt.synchronise()
+    assert recommended() == [SamplingDefaults()]
+    (connection,) = prompt.worker_pool.connections()
+    store.records["v"] = whole
+    await prompt.synchronise()
+    assert (recommended(), prompt.worker_pool.connections()) == ([sampling], [connection])
+    store.records["v"] = passed_on
+    await prompt.synchronise()
+    assert await prompt.admit(whole) is connection, "it is the same worker"
+    assert recommended() == [sampling]
 
 
 async def test_a_worker_that_is_ignored_is_logged_once(store: SlowStore, prompt: Registrations) -> None:
