@@ -18,6 +18,7 @@ THOUGHTS = (
     ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # of Command A Reasoning
     ("<|channel|>analysis<|message|>", "assistant<|channel|>final<|message|>"),  # of gpt-oss
+    ("<|channel>thought", "<channel|>"),  # of Gemma 4
 )
 _OTHER = re.compile("<function=|<arg_key>|<tool_calls>")  # beside Hermes' marks: of Qwen3-Coder, GLM-4.5 and Apriel 1.5
 _TOOLS = re.compile(r"(?<![\w.'\"])tools\b(?!['\"])")  # the variable, and no field of messages
@@ -76,7 +77,9 @@ def manner_of(target: Target, parser: str) -> Manner:
     """Return the manner that the chat template shows; `parser` may name its dialect."""
     known, given = target.tokenizer, [True, False] if target.tokenizer.chat_template else []
     template, plain = [str(known.get_chat_template(None, tools=[{}] if it else None)) for it in given] or ("", "")
-    dialect = _by_template(template) if parser == "auto" else _BY_NAME[parser]
+    llama = "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template)
+    marked = (dialect for dialect in (HERMES, MISTRAL) if dialect.opener in template)
+    dialect = next(marked, LLAMA3 if llama else JSON) if parser == "auto" else _BY_NAME[parser]
     dialect = MISTRAL_ARGS if dialect is MISTRAL and "[ARGS]" in template else dialect
     told = parser != "auto" or (dialect is not JSON and not _OTHER.search(template))  # other calls could not be read
     knows_tools = told and _TOOLS.search(template) is not None
@@ -84,12 +87,6 @@ def manner_of(target: Target, parser: str) -> Manner:
     rules = {"all_fields": "parameters.properties" in template, "shows_calls": _TOOLS.search(plain) is not None}
     marks = next((marks for marks in THOUGHTS if marks[1] in template), None)
     return Manner(dialect, knows_tools, marks is not None, several=several, thoughts=marks or THOUGHTS[0], **rules)
-
-
-def _by_template(template: str) -> Dialect:
-    llama = "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template)
-    marked = (dialect for dialect in (HERMES, MISTRAL) if dialect.opener in template)
-    return next(marked, LLAMA3 if llama else JSON)
 
 
 def preview(target: Target, chat: Chat) -> str:

@@ -154,6 +154,33 @@ def test_thoughts_of_magistral_seed_oss_and_command_a_are_apart(
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
+    ("thinks", "text", "reasoning", "content"),
+    [
+        (True, "<|channel>thought\nHm.\n<channel|>Yes.", "\nHm.\n", "Yes."),
+        (True, "<|channel>thought\nHm.", "\nHm.", ""),
+        (True, "<|channel>thought<channel|>Yes.", "", "Yes."),
+        (False, "A thought.", "", "A thought."),
+    ],
+)
+def test_the_channel_of_gemma_4_is_thoughts(thinks: bool, text: str, reasoning: str, content: str, whole: bool) -> None:
+    """Its marks are special tokens: an answer was `thought`, a line feed, the thoughts and the content."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("<|channel>", "<channel|>")])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if not enable_thinking | default(false) %}"
+        "<|channel>thought\n<channel|>{% endif %}"
+    )
+    nothing: Any = None
+    target = Target(ModelInfo("m", "f", context_length=2048), tokenizer, nothing, nothing)
+    asked = chat(chat_template_kwargs={"enable_thinking": thinks})
+    _, manner = chat_input(asked, target, CoordinatorSettings(tool_parser="auto"))
+    assert (manner.thinks, manner.thinking) == (True, False)
+    said = {PartKind.REASONING: reasoning, PartKind.CONTENT: content}
+    assert read(target, manner, text, whole=whole, tools=None) == {kind: text for kind, text in said.items() if text}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
     ("text", "reasoning", "content"),
     [
         ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.", "Hm.", "Yes."),
