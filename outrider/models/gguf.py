@@ -10,7 +10,7 @@ import contextlib
 import json
 import mmap
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -150,17 +150,23 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
     is_qwen = in_bytes and _RULES.get(kind) == _RULES["qwen2"]
     if architecture == "qwen2" and not is_qwen:  # transformers gives it these splits whenever it is loaded
         raise StartupError.of("tokenizer.ggml.pre", kind, "qwen2 in a model of this architecture")
+    types = fields["token_type"].contents() if "token_type" in fields else [0] * len(fields["tokens"].data)
     spaced = "add_space_prefix" not in fields or fields["add_space_prefix"].contents()
     if in_bytes:
-        made = _byte_level(found, fields, kind)
+        made = _byte_level(found, fields, types, kind)
         made.normalizer = normalizers.NFC() if architecture[:4] == "qwen" and (is_qwen or kind == "qwen35") else None
         add_bos = add_bos if "add_bos_token" in fields else kind in _WHOLE_WORDS  # as llama.cpp does
     elif isinstance(made.pre_tokenizer, pre_tokenizers.Metaspace) and not spaced:
         made.pre_tokenizer.prepend_scheme = "never"  # and the decoder strips no space
         made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    if made.get_vocab_size() > (count := len(fields["tokens"].data)):  # with <s> or others of transformers' class
+    special = [it.contents() + 1 for name, it in fields.items() if name.endswith("_token_id")]
+    count = max((*special, *(at for at, each in enumerate(types, 1) if each != gguf.TokenType.UNUSED)))
+    if made.get_vocab_size() > count:  # with <s> or others of transformers' class, or such as [PAD151665]
         parts = json.loads(made.to_str())
         parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < count]
+        vocab = parts["model"]["vocab"]  # a list where tokens have scores
+        first = vocab[:count] if isinstance(vocab, list) else {token: at for token, at in vocab.items() if at < count}
+        parts["model"]["vocab"] = first
         made = Tokenizer.from_str(json.dumps(parts))
     names = ("bos_token", "eos_token", "unk_token", "pad_token", "add_eos_token")
     kept = {name: getattr(found, name) for name in names} | {"tokenizer_object": made, "add_bos_token": add_bos}
@@ -170,20 +176,17 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
     return transformers.PreTrainedTokenizerFast(**kept)  # others split in their own way whenever they are loaded
 
 
-def _byte_level(found: Any, fields: Mapping[str, Any], kind: str) -> Tokenizer:
-    """Return a tokenizer with the file's tokens as it spells them, without padding, and with the splits of its kind."""
+def _byte_level(found: Any, fields: Mapping[str, Any], types: Sequence[int], kind: str) -> Tokenizer:
+    """Return a tokenizer with the file's tokens as it spells them, and with the splits of its kind."""
     splits, tokens = found.backend_tokenizer.pre_tokenizer, fields["tokens"].contents()
     if kind in _RULES:
         apart = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in _RULES[kind]]
         splits = pre_tokenizers.Sequence([*apart, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     elif isinstance(splits, pre_tokenizers.ByteLevel):
         raise StartupError.of("tokenizer.ggml.pre", kind, "one that is known: load the model's safetensors instead")
-    types = fields["token_type"].contents() if "token_type" in fields else [0] * len(tokens)
-    special = [it.contents() + 1 for name, it in fields.items() if name.endswith("_token_id")]
-    count = max((*special, *(at for at, each in enumerate(types, 1) if each != gguf.TokenType.UNUSED)))
     # A token with letters beyond those of bytes is spelled anew there and can replace another. Added ones (3, 4) stay.
     spelled = {at: token for token, at in found.get_vocab().items()}
-    vocab = {token if types[at] in (3, 4) else spelled.get(at, token): at for at, token in enumerate(tokens[:count])}
+    vocab = {token if types[at] in (3, 4) else spelled.get(at, token): at for at, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in fields["merges"].contents()]
     made = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind in _WHOLE_WORDS))
     made.pre_tokenizer, made.decoder = splits, decoders.ByteLevel()

@@ -600,15 +600,17 @@ def test_a_space_is_put_first_unless_the_file_says_no(
         if stated is not None:
             writer.add_add_space_prefix(stated)
 
-    add_tokens = gguf.GGUFWriter.add_token_list
+    add_tokens, add_types = gguf.GGUFWriter.add_token_list, gguf.GGUFWriter.add_token_types
+    types = [2, 1, 1, 1, 1, *[5] * (SMALL.vocab - 5)]  # the last one is its end token all the same
     monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", describe)
     monkeypatch.setattr(gguf.GGUFWriter, "add_token_list", lambda writer, _: add_tokens(writer, tokens))
-    monkeypatch.setattr(gguf.GGUFWriter, "add_token_types", lambda writer, _: None)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_token_types", lambda writer, _: add_types(writer, types))
     monkeypatch.setattr(gguf.GGUFWriter, "add_token_merges", lambda writer, _: None)
     for tokenizer in tokenizers_of(scaled_file(tmp_path, architecture), tmp_path):
         assert tokenizer.encode("ab", add_special_tokens=False) == ids
         assert tokenizer.decode([4, 1]) == ("ab" if stated is not False else " ab")
         assert max(tokenizer.get_vocab().values()) < SMALL.vocab, "without <s> and </s>, which this file has not"
+        assert tokenizer.eos_token_id == SMALL.vocab - 1
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
