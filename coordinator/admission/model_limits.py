@@ -49,8 +49,8 @@ class ModelLimits:
     ) -> SamplingParams:
         """Return the parameters with a length that the target allows after a prompt of this many tokens.
 
-        `given` lengths are never changed: one that is too long is an InvalidRequest. `default` is that of requests
-        without one, where the context leaves as many.
+        `default` is the length of requests without one, where the context leaves as many. A `given` one that is too
+        long is an InvalidRequest; with a default, only one beyond the context: shorter ones become what it leaves.
         """
         context, size = self.context_of(target), f"{prompt} tokens"
         budget, known = context - prompt, f". This model's maximum context length is {context} tokens"
@@ -63,13 +63,15 @@ class ModelLimits:
         wanted = params.max_tokens
         if 0 < self.output < wanted:
             raise InvalidRequest.of("params.max_tokens", wanted, f"at most {self.output}, the model's limit")
+        if default is not None and wanted <= context:
+            wanted = min(wanted, budget)
         if wanted > budget and not given:
             room = f"at most {context - wanted} to leave room for {wanted} output tokens; or set params.max_tokens"
             raise ContextExceeded.of("prompt", size, room, known)
         if wanted > budget:
             why = f"at most {budget}: the context is {context} tokens and the prompt has {prompt}"
             raise ContextExceeded.of("params.max_tokens", wanted, why, known)
-        return params
+        return replace(params, max_tokens=wanted)
 
 
 _NO_LIMITS = ModelLimits()

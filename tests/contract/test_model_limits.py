@@ -187,15 +187,20 @@ async def test_lengths_of_a_model_are_limited(limited: dict[str, Limited]) -> No
         assert (await api.models.retrieve("target")).model_dump()["max_model_len"] == 64
         tokens: Any = await api.post("/../tokenize", body={"model": "target", "prompt": "x"}, cast_to=object)
         assert tokens["max_model_len"] == 64
-        for given, param in (
-            ({"max_tokens": 17}, "max_tokens"),
-            ({"prompt": "x" * 60, "max_tokens": 16}, "max_tokens"),
-        ):
-            body: dict[str, Any] = {"model": "target", "prompt": "x"} | given
-            with pytest.raises(openai.BadRequestError, match=r"16|64") as caught:
-                await api.completions.create(**body)
-            assert caught.value.param == param
-            await api.completions.create(**body | {"model": "words"})
+        body: dict[str, Any] = {"model": "target", "prompt": "x", "max_tokens": 17}
+        with pytest.raises(openai.BadRequestError, match="at most 16") as caught:
+            await api.completions.create(**body)
+        assert caught.value.param == "max_tokens"
+        await api.completions.create(**body | {"model": "words"})
+        body |= {"prompt": "x" * 60, "max_tokens": 16, "extra_body": {"ignore_eos": True}}
+        for model, length in (("target", 4), ("words", 16)):
+            made = await api.completions.create(**body | {"model": model})
+            assert made.usage is not None
+            assert (made.usage.completion_tokens, made.choices[0].finish_reason) == (length, "length")
+        body |= {"model": "target", "extra_body": {"ignore_eos": True, "min_tokens": 16}}
+        with pytest.raises(openai.BadRequestError, match="at most 4: the context is 64 tokens") as caught:
+            await api.completions.create(**body)
+        assert caught.value.param == "max_tokens"
         with pytest.raises(openai.BadRequestError, match="must be under the context of 64 tokens") as caught:
             await api.completions.create(model="target", prompt="x" * 64)
         assert caught.value.code == "context_length_exceeded"

@@ -90,12 +90,13 @@ def input_of(
         **({} if body.limit is None else {"max_tokens": body.limit}),
     }
     params["top_k"] = max(0, params.get("top_k", 0))
+    default_tokens = DEFAULT_TOKENS if isinstance(body, CompletionBody) else settings.default_chat_tokens
     return ClientRequest(
         params=from_plain(SamplingParams, params),
         speculation=from_plain(SpeculationOptions, wishes),
         cache_salt=body.cache_salt or "",
         max_tokens_given=body.limit is not None,
-        default_tokens=DEFAULT_TOKENS if isinstance(body, CompletionBody) else settings.default_chat_tokens,
+        default_tokens=None if least else default_tokens,
         **given,
     )
 

@@ -110,5 +110,8 @@ def test_lengths_of_a_model_are_limited() -> None:
     assert length(limits, 10, None) == 20
     assert str(length(limits, 90, None)).startswith("prompt: at most 80 to leave room for 20 output tokens")
     assert length(ModelLimits(context=200), 10, None) == 190, "no room for 256 after any prompt"
-    assert [length(none, 10, wanted, 50) for wanted in (None, 990)] == [50, 990]
+    assert [length(none, 10, wanted, 50) for wanted in (None, 990, 991, 1000)] == [50, 990, 990, 990]
+    assert str(length(none, 10, 1001, 50)).startswith("params.max_tokens: at most 990: the context is 1000 tokens")
+    assert length(limits, 90, 20, 50) == 10
+    assert length(limits, 90, 21, 50) == "params.max_tokens: at most 20, the model's limit"
     assert str(length(none, 10, 991)).startswith("params.max_tokens: at most 990")
