@@ -24,7 +24,7 @@ ROLES = ("coordinator", "verifier", "drafter")
 Object = dict[str, Any]
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.CSafeLoader):
     """YAML loader that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Object:
