@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -38,6 +40,17 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     transformers = import_module("transformers")
     kind = transformers.PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else transformers.AutoTokenizer
     return cast("PreTrainedTokenizerBase", kind.from_pretrained(folder, trust_remote_code=False))
+
+
+def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """Return a model's tokenizer. Some that see images have their chat template in a file that only processors read."""
+    transformers = import_module("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    with suppress(OSError):  # there is none
+        if not tokenizer.chat_template:
+            apart = Path(transformers.utils.cached_file(str(name), "chat_template.json"))
+            tokenizer.chat_template = json.loads(apart.read_text(encoding="utf-8"))["chat_template"]
+    return cast("PreTrainedTokenizerBase", tokenizer)
 
 
 def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from outrider.base.openmp import release_threads
@@ -30,6 +30,7 @@ from outrider.engine.tensor_parallel import RankGroup
 from outrider.engine.throttled import ThrottledEngine, parse_blur, parse_pace
 from outrider.models.gguf import load_in_place, load_whole, quantized_rows
 from outrider.models.hub import locate, locate_safetensors
+from outrider.models.tokenizer import read_tokenizer
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import ModelMismatch, StartupError
 from outrider.protocol.vocabulary import Vocabulary
@@ -67,7 +68,7 @@ def load_model(
             rank_group.check_model(name, {"pretrained_model_name_or_path": str(path)})
     progress(f"loading {name}")
     with startup_errors(name):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = read_tokenizer(path)
         config = _first_layers(path, options.layers)
         in_place = dtype == torch.float32 or (dtype == torch.bfloat16 and options.quantization == "none")
         native = options.engine in ("auto", "native") and device.type == "cpu" and not (change or rank_group)

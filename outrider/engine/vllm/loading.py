@@ -22,6 +22,7 @@ from outrider.engine.vllm.core import CoreOptions, VllmCore
 from outrider.engine.vllm.messages import Opening, PlannedSession
 from outrider.models.gguf import empty_model
 from outrider.models.hub import download, find_path, locate, locate_safetensors
+from outrider.models.tokenizer import read_tokenizer
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -54,7 +55,7 @@ def load_core(name: str, options: CoreOptions, progress: Callable[[str], None]) 
         message = f"engine vllm needs a directory with safetensors, {name} is none"
         raise StartupError(message, field="target", value=name, limit="a directory or hub id with safetensors")
     with startup_errors(name, "this architecture"):
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = read_tokenizer(path)
         vocabulary = Vocabulary.of(tokenizer)
         model = empty_model(AutoConfig.from_pretrained(path), path)
     progress(f"loading {name} with vLLM {installed_version()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaTokenizer
 
-from outrider.models.tokenizer import load_tokenizer, save_tokenizer
+from outrider.models.tokenizer import load_tokenizer, read_tokenizer, save_tokenizer
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.testing.toy_models import byte_tokenizer
 
@@ -54,6 +55,18 @@ def test_two_threads_can_ask_for_the_grammars_of_two_targets_first(tmp_path: Pat
         f"grammars = TargetGrammars(DrafterSettings(kind='suffix', target={str(tmp_path)!r}))\n"
         f"work = lambda: grammars._load({digest!r}, (256,))"
     )
+
+
+@pytest.mark.parametrize("own", ["", "{{ messages }}"], ids=["none", "own"])
+def test_a_chat_template_in_a_file_apart_is_read_where_there_is_no_other(own: str, tmp_path: Path) -> None:
+    """LLaVA and SmolVLM have it in one that their processors read: chats were refused."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = own or None
+    tokenizer.save_pretrained(tmp_path)
+    assert read_tokenizer(tmp_path).chat_template == (own or None)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "é{{ messages[0].content }}"}))
+    assert read_tokenizer(tmp_path).chat_template == (own or "é{{ messages[0].content }}")
+    assert read_tokenizer(tmp_path).encode("a") == tokenizer.encode("a")
 
 
 def _ask_twice(work: str) -> None:
