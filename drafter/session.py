@@ -119,7 +119,7 @@ class DraftSession:
     def _offer(self) -> None:
         """Send what is due: after a commit or steering, an empty guess may be, without a further request."""
         self._changed.set()
-        while self.send is not None and (message := self.next_message()) is not None:
+        while self.send is not None and not self.closed and (message := self.next_message()) is not None:
             self.send(message)
 
     def close(self, error: OutriderError | None = None) -> None:

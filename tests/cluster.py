@@ -246,9 +246,9 @@ class Process:
 class Redis(Process):
     """Embedded Redis as a process that can be killed, without persistence."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *more: str) -> None:
         port = free_port()
-        options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *more]
         super().__init__("redis", [str(get_binary_path()), *options], port, folder)
 
     @property

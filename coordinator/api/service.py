@@ -164,7 +164,7 @@ class CoordinatorService(rpc.OutriderServicer):
                 async for _, position, tokens in updates:
                     if tokens:
                         yield pb.GenerateReply(chunk=_chunk(position, tokens))
-            call["status"] = "OK"  # a client may cancel a call whose last message it has
+            call["status"] = "OK"  # all was sent: a client may cancel a call whose last message it has, or not read it
             if session.error is not None:
                 yield pb.GenerateReply(error=convert.error_to_proto(session.error))
             else:

@@ -126,6 +126,7 @@ def _redis() -> Iterator[Finding]:
         with embedded_redis() if url is None else nullcontext(url) as address:
             client = redis.Redis.from_url(address, socket_timeout=2, socket_connect_timeout=2)
             client.set("outrider:doctor", 1, px=1000, nx=True, get=True)  # replicas, and Redis 6, would answer a ping
+            client.exists("outrider:doctor", "outrider:other")  # of two slots: no node of a cluster answers
     except (StartupError, redis.RedisError, OSError, ValueError, TypeError) as error:
         advice = "start it, as a primary of Redis 7, or unset REDIS_URL" if url else "set REDIS_URL to one of your own"
         # Texts of the first two may hold a password; that of a cluster says nothing without its name, MovedError.

@@ -39,8 +39,7 @@ _SIZES = {"expert_feed_forward_length": "moe_intermediate_size", "attention.laye
 _SIZES |= {"expert_shared_feed_forward_length": "shared_expert_intermediate_size", "context_length": "n_positions"}
 _SIZES |= {"attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping"}
 _SIZES |= {"final_logit_softcapping": "final_logit_softcapping", "attention.key_length": "head_dim"}
-_SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}  # general.sampling: other names here
-_SAMPLING |= {name: name for name in ("top_k", "top_p", "min_p")}
+_SAMPLED = {"temp": "temperature", "penalty_repeat": "repetition_penalty"} | {n: n for n in ("top_k", "top_p", "min_p")}
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's formats without blocks
 _LAYER = re.compile(r"([^.]+\.)*?\d+(?=\.)")  # of a weight's name, up to its number
 # Saved by earlier releases of transformers, and scales of a quantised KV cache: they change no logits.
@@ -130,7 +129,7 @@ def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
     ends = [reader.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     model.generation_config.eos_token_id = sorted({*turns.values(), *(it.contents() for it in ends if it)}) or None
     model.generation_config.do_sample = True  # else no sampling parameters may be saved
-    for name, parameter in _SAMPLING.items():
+    for name, parameter in _SAMPLED.items():
         if (field := reader.fields.get(f"general.sampling.{name}")) is not None:
             setattr(model.generation_config, parameter, round(field.contents(), 6))  # a float32 of the number
     model.config.architectures = [type(model).__name__]

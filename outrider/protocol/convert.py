@@ -188,11 +188,10 @@ def _outgoing(value: Any) -> dict[str, Any]:
     kind: Any = type(value)
     for name, optional, repeated, _, write in _fields(kind):
         content = getattr(value, name)
-        if not content and (content is None or not optional):
-            continue
-        if write is not None:
+        if content is not None and write is not None:
             content = [write(one) for one in content] if repeated else write(content)
-        given[name] = content
+        if content or (content is not None and optional):
+            given[name] = content
     return given
 
 

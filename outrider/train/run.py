@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -126,7 +127,7 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
         vocabulary_digest=info.vocabulary_digest,
         ends_digest=target_weights.digest,
         shape=dict(method.shape),
-        data=asdict(recipe) | {"tokens": sum(len(example.tokens) for example in examples)},
+        data=json.loads(json.dumps(asdict(recipe))) | {"tokens": sum(len(example.tokens) for example in examples)},
         training={
             **asdict(plan),
             "tokens": training.tokens,

@@ -240,7 +240,11 @@ async def test_a_call_that_is_ended_behind_its_last_message_is_ok(hotel: Hotel) 
         pass
 
     context: Any = SimpleNamespace(
-        invocation_metadata=tuple, send_initial_metadata=no_metadata, time_remaining=lambda: None
+        invocation_metadata=tuple,
+        set_trailing_metadata=list,
+        trailing_metadata=tuple,
+        send_initial_metadata=no_metadata,
+        time_remaining=lambda: None,
     )
     with capture_logs() as lines:
         for last in ("chunk", "complete"):

@@ -76,7 +76,7 @@ def input_of(
 ) -> ClientRequest:
     """Return the input; what the body leaves out takes its defaults. JSON's readers keep 53 bits of a seed."""
     wishes, grammar = _given(body.speculation or ()), _grammar(body)
-    may_end = not body.ignore_eos or body.stops or body.stop_token_ids or grammar
+    may_end = not body.ignore_eos or body.stops or body.stop_token_ids or grammar or getattr(body, "tools", None)
     if (least := body.min_tokens or 0) > (0 if may_end else body.limit or 0):
         raise InvalidRequest.of("min_tokens", least, "0, or at most max_tokens where only that ends the output")
     params = {

@@ -101,7 +101,7 @@ def weights_digest(model: PreTrainedModel, vocabulary: Vocabulary, samples: Sequ
 def _recommended(generation: Any) -> SamplingDefaults:
     """Return the sampling parameters of a generation_config.json, unless no request can have them."""
     named = {field.name: getattr(generation, field.name, None) for field in fields(SamplingDefaults)}
-    given = {name: value for name, value in named.items() if value is not None}
+    given = {name: value for name, value in named.items() if value not in (None, -1)}  # the latter: all are kept
     try:
         SamplingParams(**given).check()
     except (InvalidRequest, TypeError) as error:

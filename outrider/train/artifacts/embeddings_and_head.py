@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,20 +97,22 @@ def _names(model: PreTrainedModel) -> tuple[str, str, str | None]:
     out: Any = model.get_output_embeddings()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     embeddings = names[id(model.get_input_embeddings().weight)]
-    tied = model.config.get_text_config().tie_word_embeddings
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", model.config.tie_word_embeddings)
     return embeddings, embeddings if tied else names[id(out.weight)], None if out.bias is None else names[id(out.bias)]
 
 
 def _read(path: Path | str, name: str) -> torch.Tensor:
     index = cached_file(path, _INDEX, _raise_exceptions_for_missing_entries=False)
-    file = _SINGLE
-    if index is not None:
-        file = json.loads(Path(index).read_text())["weight_map"][name]
-    with safe_open(cached_file(path, file), "pt") as weights:
-        # Some checkpoints omit the prefix of the body.
-        known = name if name in weights.keys() else name.partition(".")[2]  # noqa: SIM118
-        weight: torch.Tensor = weights.get_tensor(known)
+    places = {} if index is None else json.loads(Path(index).read_text())["weight_map"]
+    with safe_open(cached_file(path, places.get(_stored(name, places), _SINGLE)), "pt") as weights:
+        weight: torch.Tensor = weights.get_tensor(_stored(name, weights.keys()))
         return weight
+
+
+def _stored(name: str, stored: Collection[str]) -> str:
+    """Return a name as a checkpoint has it: some omit the body's prefix, or have another, as models that see images."""
+    last = "." + ".".join(name.split(".")[-2:])
+    return name if name in stored else next((it for it in stored if f".{it}".endswith(last)), name)
 
 
 def _softcap(config: Any) -> float:

@@ -348,7 +348,7 @@ class TableEngine:
 
     device = torch.device("cpu")
     capacity_tokens = 10**9
-    cached_tokens = evictable_tokens = 0
+    evictable_tokens = 0
 
     def __init__(self, name: str, table: torch.Tensor, clock: Clock, cost_s: float) -> None:
         self.info = ModelInfo(name, name, vocab_size=3, context_length=1000)

@@ -595,6 +595,17 @@ def test_texts_of_targets_with_other_vocabularies_stay_apart() -> None:
     assert len(salts) == 2
 
 
+def test_nothing_is_sent_after_a_session_has_ended() -> None:
+    """It may end in the middle of a drafting step: its span is over, and its verifier's session, too."""
+    session, sent = opened(), list[Guess]()
+    session.send = session.record = sent.append
+    session.next_request()
+    guess = answer(session, 7, 8)
+    session.close()
+    session.add_guess(guess, 100)
+    assert not sent
+
+
 @pytest.mark.parametrize("direct", [False, True])
 async def test_a_session_whose_open_guesses_are_as_many_as_allowed_says_so_at_each_change(*, direct: bool) -> None:
     """After a change of plan, the tree of the plan before takes all places and is less deep than what is waited for."""

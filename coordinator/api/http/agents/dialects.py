@@ -17,7 +17,7 @@ THOUGHTS = (
     ("[THINK]", "[/THINK]"),  # of Magistral
     ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # of Command A Reasoning
-    ("<|channel|>analysis<|message|>", "assistant<|channel|>final<|message|>"),  # of gpt-oss
+    ("<|channel|>analysis<|message|>", "assistant<|channel|>final"),  # of gpt-oss
     ("<|channel>thought", "<channel|>"),  # of Gemma 4
 )
 _OTHER = re.compile("<function=|<arg_key>|<tool_calls>")  # beside Hermes' marks: of Qwen3-Coder, GLM-4.5 and Apriel 1.5
@@ -108,7 +108,7 @@ def one_system(messages: Iterable[dict[str, Any]], target: Target) -> list[dict[
     given = [*messages]
     roles = [message["role"] for message in given]
     begun = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
-    if "system" in roles[begun:] and not shows_all(target, "system", "user", "assistant", "system", "user"):
+    if "system" in roles[begun:] and not shows_all(target, *roles[:1], "user", "assistant", "system", "user"):
         given.sort(key=lambda message: message["role"] != "system")
         begun = roles.count("system")
     joined = "\n\n".join(filter(None, (message["content"] for message in given[:begun])))

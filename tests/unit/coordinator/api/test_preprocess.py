@@ -135,6 +135,10 @@ def test_a_least_number_of_tokens_is_taken_where_nothing_else_ends_an_output(
     body = CompletionBody.model_validate({"prompt": "a", **given})
     with nullcontext() if taken else pytest.raises(InvalidRequest, match="min_tokens is"):
         plan_completion(body, target, CoordinatorSettings())
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], "tools": tools, **given})
+    with nullcontext() if not given["min_tokens"] else pytest.raises(InvalidRequest, match="min_tokens is"):
+        plan_chat(chat, target, CoordinatorSettings())
 
 
 @pytest.mark.parametrize("strict", [None, False, True])

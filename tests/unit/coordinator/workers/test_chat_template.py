@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from coordinator.api.http.agents.dialects import opens_thinking
+from coordinator.api.http.agents.dialects import preview
 from coordinator.api.http.failures import body_of
 from coordinator.api.preprocess import ClientRequest, prompt_tokens
 from coordinator.workers.chat_template import Chat, control_tokens
@@ -199,5 +199,4 @@ def test_templates_that_read_parts_alone_get_them(template: str) -> None:
     target = Target(INFO, tokenizer, nothing, nothing)
     chat = Chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": f" Hi {EOS}"}])
     assert target.decode(target.encode_chat(chat)) == f"Be brief. Hi {EOS}:"
-    assert opens_thinking(target, chat, ".:") is False
-    assert opens_thinking(target, chat, f"{EOS}:") is True
+    assert preview(target, chat) == f"Be brief. Hi {EOS}:"

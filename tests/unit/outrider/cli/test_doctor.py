@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from outrider.cli import doctor
 from outrider.cli.app import app
 from outrider.engine.native import build
-from tests.cluster import Redis
+from tests.cluster import Redis, free_port
 
 
 @pytest.mark.parametrize(
@@ -93,16 +94,25 @@ def test_no_path_is_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("command", "name"),
-    [("ECHO well", ""), ("REPLICAOF 127.0.0.1 1", "ReadOnlyError"), ("CONFIG SET maxmemory 1", "OutOfMemoryError")],
+    [
+        ("ECHO well", ""),
+        ("REPLICAOF 127.0.0.1 1", "ReadOnlyError"),
+        ("CONFIG SET maxmemory 1", "OutOfMemoryError"),
+        ("CLUSTER ADDSLOTSRANGE 0 16383", "ClusterCrossSlotError"),  # it has the slot of any key
+    ],
 )
 def test_a_redis_that_refuses_writes_is_bad(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, name: str
 ) -> None:
     """It answers a ping, and a coordinator takes it for down."""
-    server = Redis(tmp_path).start().wait_ready(10)
+    clustered = ["--cluster-enabled", "yes", "--cluster-config-file", str(tmp_path / "nodes.conf")]
+    clustered += ["--cluster-port", str(free_port())]  # that of its own is this one and 10,000, which may be too many
+    server = Redis(tmp_path, *(clustered * ("CLUSTER" in command))).start().wait_ready(10)
     monkeypatch.setenv("REDIS_URL", server.url)
     with redis.Redis.from_url(server.url) as client:
         client.execute_command(*command.split())  # type: ignore[no-untyped-call]
+        while "CLUSTER" in command and "'cluster_state': 'ok'" not in str(client.execute_command("CLUSTER INFO")):  # type: ignore[no-untyped-call]
+            time.sleep(0.05)
     (found,) = doctor._redis()
     server.stop()
     assert (found.state, name in found.text) == ("bad" if name else "ok", True), found

@@ -6,6 +6,7 @@ import gc
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -601,7 +602,10 @@ def test_a_space_is_put_first_unless_the_file_says_no(
             writer.add_add_space_prefix(stated)
 
     add_tokens, add_types = gguf.GGUFWriter.add_token_list, gguf.GGUFWriter.add_token_types
-    types = [2, 1, 1, 1, 1, *[5] * (SMALL.vocab - 5)]  # the last one is its end token all the same
+    types = [2, 1, 1, 1, 1, *[5] * (SMALL.vocab - 5)]
+    for kind in ("eos", "bos", "padding"):  # the first one of the padding is an end token all the same
+        add = partial(gguf.GGUFWriter.add_uint32, key=f"tokenizer.ggml.{kind}_token_id", val=5)
+        monkeypatch.setattr(gguf.GGUFWriter, f"add_{kind[:3]}_token_id", lambda writer, _, add=add: add(writer))
     monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", describe)
     monkeypatch.setattr(gguf.GGUFWriter, "add_token_list", lambda writer, _: add_tokens(writer, tokens))
     monkeypatch.setattr(gguf.GGUFWriter, "add_token_types", lambda writer, _: add_types(writer, types))
@@ -609,8 +613,8 @@ def test_a_space_is_put_first_unless_the_file_says_no(
     for tokenizer in tokenizers_of(scaled_file(tmp_path, architecture), tmp_path):
         assert tokenizer.encode("ab", add_special_tokens=False) == ids
         assert tokenizer.decode([4, 1]) == ("ab" if stated is not False else " ab")
-        assert max(tokenizer.get_vocab().values()) < SMALL.vocab, "without <s> and </s>, which this file has not"
-        assert tokenizer.eos_token_id == SMALL.vocab - 1
+        assert sorted(tokenizer.get_vocab().values()) == list(range(6)), "without padding, and <s> of transformers"
+        assert tokenizer.eos_token_id == 5
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])

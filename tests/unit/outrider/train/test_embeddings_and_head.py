@@ -20,6 +20,9 @@ SCALED: dict[str, dict[str, Any]] = {
     "hyperclovax": {"logits_scaling": 0.25},
     "falcon_h1": {"lm_head_multiplier": 0.3},
     "phi": {},  # its head has a bias
+    "gemma3": {},  # these three have other names in their files
+    "mistral3": {},
+    "qwen2_5_vl": {},
 }
 
 

@@ -49,6 +49,7 @@ def test_texts_end_where_transformers_ends_them(
     [
         ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)),
         ({"temperature": 0.0, "min_p": 0.1, "max_new_tokens": 5}, SamplingDefaults(temperature=0.0, min_p=0.1)),
+        ({"temperature": 0.6, "top_k": -1}, SamplingDefaults(temperature=0.6)),
         ({"temperature": "0.6"}, SamplingDefaults()),
         ({"temperature": 0.6, "top_k": 20.0}, SamplingDefaults()),
         ({"repetition_penalty": 0}, SamplingDefaults()),

@@ -185,6 +185,9 @@ def test_the_channel_of_gemma_4_is_thoughts(thinks: bool, text: str, reasoning: 
     [
         ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.", "Hm.", "Yes."),
         ("<|channel|>final<|message|>An assistant is.", "", "An assistant is."),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final json<|message|>{}", "Hm.", "{}"),
+        ("<|channel|>final <|constrain|>json<|message|>{}", "", "{}"),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final js", "Hm.", ""),
         ("<|channel|>analysis<|message|>So, assistant", "So, assistant", ""),
         ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assist", "Hm.assist", ""),
         ("<|channel|>anal", "", "<|channel|>anal"),
@@ -194,7 +197,7 @@ def test_the_channel_of_gemma_4_is_thoughts(thinks: bool, text: str, reasoning: 
 def test_the_channels_of_gpt_oss_are_thoughts_and_content(text: str, reasoning: str, content: str, whole: bool) -> None:
     """Their marks are special tokens: an answer was `analysisHm.assistantfinalYes.`."""
     tokenizer = byte_tokenizer()
-    marks = [f"<|{name}|>" for name in ("start", "end", "channel", "message", "return")]
+    marks = [f"<|{name}|>" for name in ("start", "end", "channel", "message", "return", "constrain")]
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks])
     tokenizer.chat_template = (
         "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
