@@ -597,7 +597,7 @@ def test_texts_of_targets_with_other_vocabularies_stay_apart() -> None:
 
 def test_nothing_is_sent_after_a_session_has_ended() -> None:
     """It may end in the middle of a drafting step: its span is over, and its verifier's session, too."""
-    session, sent = opened(), list[Guess]()
+    session, sent = opened(gamma=2), list[Guess]()
     session.send = session.record = sent.append
     session.next_request()
     guess = answer(session, 7, 8)

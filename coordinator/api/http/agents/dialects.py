@@ -108,7 +108,7 @@ def one_system(messages: Iterable[dict[str, Any]], target: Target) -> list[dict[
     given = [*messages]
     roles = [message["role"] for message in given]
     begun = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
-    if "system" in roles[begun:] and not shows_all(target, *roles[:1], "user", "assistant", "system", "user"):
+    if "system" in roles[begun:] and not shows_all(target, *roles[:begun][:1], "user", "assistant", "system", "user"):
         given.sort(key=lambda message: message["role"] != "system")
         begun = roles.count("system")
     joined = "\n\n".join(filter(None, (message["content"] for message in given[:begun])))

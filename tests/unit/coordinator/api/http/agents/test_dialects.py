@@ -210,6 +210,14 @@ def test_later_messages_of_the_system_come_first_where_the_template_refuses_them
     assert rendered(strict, messages=messages[1:]) == "<system>Be short.\n<user>Hi.\n<user>Hi.\n"
 
 
+def test_later_messages_of_the_system_stay_where_only_a_first_one_is_refused() -> None:
+    """A question that repeats itself is refused there, too: what is tried is a chat in turns, as this one begins."""
+    rule = "m['role'] == ('system' if loop.first else messages[loop.index0 - 1]['role'])"
+    template = FIRST_ONLY.replace("m['role'] == 'system' and not loop.first", rule)
+    shown = "<user>Hi.\n<system>Be kind.\n<user>Hi.\n"
+    assert rendered(template, messages=[USER, SYSTEM, USER]) == shown
+
+
 # As of MiniMax M2, which shows the first message of the system, of DeepSeek R1, which shows the last one, and of Phi-3.
 FIRST_SHOWN = (
     "{% for m in messages %}{% if loop.first or m['role'] != 'system' %}<{{ m['role'] }}>{{ m['content'] }}\n"
