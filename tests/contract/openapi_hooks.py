@@ -25,7 +25,7 @@ RULES = re.compile(
             r"needs logprobs|stream_options needs|best_of must equal n|are the same field",
             r"continue_final_message needs|tools need|tool_choice|tools must have|tools does not compile|tool_calls",
             r"arguments must be|parameters must be|tool_call_id is required|content is required",
-            r"is required with type|response_format|structured_outputs|verification is",
+            r"required with type|response_format|structured_outputs|verification is",
             r"must be 0 when verification is greedy|must be 0 or at least|must be a token id in|chat template",
             r"min_tokens is|is no tokens|nothing is stored|speculation.show needs|text.format",
             r"max_tokens is 0, must be in \[1",  # 0 needs echo
