@@ -27,7 +27,7 @@ from transformers.utils import logging
 from outrider.engine import Engine, SessionTokens
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
-from outrider.models.gguf import auto_class
+from outrider.models.pretrained import auto_class
 from outrider.protocol.errors import OutriderError
 from outrider.testing.toy_models import byte_tokenizer
 

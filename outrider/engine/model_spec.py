@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from outrider.models.gguf import QuantizedRows, quantized_rows
+from outrider.models.in_place import QuantizedRows, quantized_rows
 
 NormKind = Literal["rms", "layer"]
 Cosines = tuple[torch.Tensor, torch.Tensor]

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoTokenizer
 
 from outrider.base.atomic_files import room_for
 from outrider.base.config import home
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions, pick_device
-from outrider.models.gguf import load_whole
 from outrider.models.hub import locate, locate_safetensors
+from outrider.models.pretrained import load_whole
+from outrider.models.tokenizer import read_tokenizer
 from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.train import data, loop
@@ -144,7 +144,7 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
         assert isinstance(method, LanguageMethod)
         with room_for(order.out):
             method.module.to(torch.bfloat16).save_pretrained(order.out)  # an ordinary model, for kind model
-            AutoTokenizer.from_pretrained(locate(order.target, watcher.on_status)).save_pretrained(order.out)
+            read_tokenizer(locate(order.target, watcher.on_status)).save_pretrained(order.out)
     if isinstance(method, TrainedCheckpoint):
         method.save_config(order.out, order.target)
     cards.save(order.out, card, method.weights(), MODEL if order.method in FORMATS else cards.WEIGHTS)

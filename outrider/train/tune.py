@@ -11,8 +11,8 @@ import torch
 
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
-from outrider.models.gguf import load_whole
 from outrider.models.hub import locate_safetensors
+from outrider.models.pretrained import load_whole
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import StartupError
 from outrider.train import data

@@ -13,8 +13,8 @@ from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.model_spec import build_spec
 from outrider.engine.native import NativeEngine, dequantize
-from outrider.models.gguf import load_in_place
 from outrider.models.hub import DEFAULT, fetch_default, locate_safetensors
+from outrider.models.in_place import load_in_place
 from outrider.protocol.fleet import ModelInfo
 
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(600)]

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.pytorch_utils import Conv1D
 
 from outrider.engine.model_spec import head_format
-from outrider.models.gguf import replace_while_running
+from outrider.models.in_place import replace_while_running
 
 _PROBE_TOKENS = 3
 # Releases of transformers before 5.20 have no layer class for layers without a cache.

@@ -28,8 +28,9 @@ from outrider.engine.model_spec import UnsupportedModel
 from outrider.engine.native import NoCompiler, dequantize
 from outrider.engine.tensor_parallel import RankGroup
 from outrider.engine.throttled import ThrottledEngine, parse_blur, parse_pace
-from outrider.models.gguf import load_in_place, load_whole, quantized_rows
 from outrider.models.hub import locate, locate_safetensors
+from outrider.models.in_place import load_in_place, quantized_rows
+from outrider.models.pretrained import load_whole
 from outrider.models.tokenizer import read_tokenizer
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import ModelMismatch, StartupError

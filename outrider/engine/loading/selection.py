@@ -25,8 +25,8 @@ from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.engine.transformers.rope import fix_rotations
-from outrider.models.gguf import detach_rows
 from outrider.models.hub import Progress
+from outrider.models.in_place import detach_rows
 from outrider.protocol.errors import OutriderError, StartupError, shorten
 from outrider.protocol.fleet import ModelInfo
 

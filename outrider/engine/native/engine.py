@@ -22,7 +22,7 @@ from outrider.engine.paged.arithmetic import kernel_arithmetic
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.paged.step import ForwardStep
-from outrider.models.gguf import NUMBERS, QuantizedRows, rows_of
+from outrider.models.in_place import NUMBERS, QuantizedRows, rows_of
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 

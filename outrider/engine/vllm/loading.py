@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.engine.checks.step_cost import rising
 from outrider.engine.loading.identity import WeightSample, describe, sample_stride
@@ -20,8 +20,8 @@ from outrider.engine.paged.arithmetic import USUAL_KERNELS, combine, kernel_arit
 from outrider.engine.vllm.compatibility import installed_version
 from outrider.engine.vllm.core import CoreOptions, VllmCore
 from outrider.engine.vllm.messages import Opening, PlannedSession
-from outrider.models.gguf import empty_model
 from outrider.models.hub import download, find_path, locate, locate_safetensors
+from outrider.models.pretrained import empty_model
 from outrider.models.tokenizer import read_tokenizer
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import StartupError
@@ -159,7 +159,7 @@ def describe_served(vllm_config: Any) -> ModelInfo:
     with startup_errors(config.model, "this architecture"):
         found = locate(config.model, lambda stage: None) if find_path(config.model) else config.model
         path = _folder(found, config.revision)
-        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+        tokenizer = read_tokenizer(config.tokenizer)
         vocabulary = Vocabulary.of(tokenizer)
         return _describe(path, empty_model(AutoConfig.from_pretrained(path), path), vllm_config, tokenizer, vocabulary)
 

@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from outrider.models.gguf import empty_model, rows_in_file
 from outrider.models.hub import locate
+from outrider.models.in_place import rows_in_file
+from outrider.models.pretrained import empty_model
 from outrider.protocol.errors import StartupError
 
 _INDEX = "model.safetensors.index.json"

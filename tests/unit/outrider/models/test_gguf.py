@@ -21,10 +21,10 @@ from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.native import NativeEngine, dequantize
 from outrider.engine.transformers.engine import TransformersEngine
-from outrider.models import GGUF, INDEX
-from outrider.models import gguf as gguf_module
-from outrider.models.gguf import convert_gguf, load_in_place, replace_while_running
+from outrider.models import GGUF, INDEX, in_place
+from outrider.models.gguf import convert_gguf
 from outrider.models.hub import locate, locate_safetensors
+from outrider.models.in_place import load_in_place, replace_while_running
 from outrider.models.tokenizer import load_tokenizer, save_tokenizer
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import SamplingDefaults
@@ -201,7 +201,7 @@ def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_architecture_that_is_not_known_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_module, "_ARCHITECTURES", set())
+    monkeypatch.setattr(in_place, "ARCHITECTURES", set())
     path = write_gguf(tmp_path / "random.gguf", Shape(), q4_k_m)
     loaded = load_model(str(path), options()).engine
     assert isinstance(loaded, NativeEngine)
@@ -265,7 +265,7 @@ def test_models_read_in_place_and_converted_ones_rotate_by_the_factors(
     assert isinstance(engine, NativeEngine)
     assert torch.allclose(engine.extend([SessionTokens("s", TOKENS)]).logits[0], wanted[0], atol=1e-4)
     assert not list(tmp_path.rglob("*.safetensors"))
-    monkeypatch.setattr(gguf_module, "_ARCHITECTURES", set())
+    monkeypatch.setattr(in_place, "ARCHITECTURES", set())
     engine = load_model(str(path), options()).engine
     assert torch.allclose(engine.extend([SessionTokens("s", TOKENS)]).logits[0], wanted[0], atol=1e-4)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
@@ -706,7 +706,7 @@ def test_what_an_earlier_version_converted_is_made_anew(tmp_path: Path, monkeypa
     """It has the tokenizer and the configuration that were read then."""
     path = str(scaled_file(tmp_path))
     monkeypatch.setattr("outrider.models.hub.INDEX_VERSION", 2)
-    monkeypatch.setattr(gguf_module, "INDEX_VERSION", 2)
+    monkeypatch.setattr("outrider.models.gguf.INDEX_VERSION", 2)
     earlier = locate_safetensors(path, print)
     monkeypatch.undo()
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))

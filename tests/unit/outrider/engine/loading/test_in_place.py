@@ -14,8 +14,8 @@ from outrider.engine import SessionTokens
 from outrider.engine.loading import loader
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.native import NativeEngine, build
-from outrider.models import gguf
-from outrider.models.gguf import empty_model, rows_in_safetensors
+from outrider.models.in_place import load_in_place, rows_in_safetensors
+from outrider.models.pretrained import empty_model
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.testing.toy_models import make_model
@@ -226,10 +226,11 @@ def test_a_head_that_is_tied_by_name_only_is_read(tmp_path: Path) -> None:
 def test_a_hub_ids_weights_stay_in_their_files_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = in_bfloat16(tmp_path / "snapshot", "toy")
     monkeypatch.setattr(
-        gguf, "cached_file", lambda name, file, **_: str(snapshot / file) if name == "org/toy" else None
+        "outrider.models.in_place.cached_file",
+        lambda name, file, **_: str(snapshot / file) if name == "org/toy" else None,
     )
     config = AutoConfig.from_pretrained(snapshot)
-    loaded = [gguf.load_in_place(each, loader.dequantize, config) for each in ("org/toy", snapshot)]
+    loaded = [load_in_place(each, loader.dequantize, config) for each in ("org/toy", snapshot)]
     for model in loaded:
         assert model is not None
         assert sum(hasattr(weight, "quantized") for weight in model.parameters()) > 5
@@ -243,9 +244,9 @@ def test_weights_that_are_not_all_there_are_left_to_the_hub(tmp_path: Path) -> N
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1
     config = AutoConfig.from_pretrained(folder)
-    assert gguf.load_in_place(folder, loader.dequantize, config) is not None
+    assert load_in_place(folder, loader.dequantize, config) is not None
     shards[-1].unlink()
-    assert gguf.load_in_place(folder, loader.dequantize, config) is None
+    assert load_in_place(folder, loader.dequantize, config) is None
 
 
 @pytest.mark.parametrize("equal", [True, False])

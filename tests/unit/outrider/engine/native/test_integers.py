@@ -16,7 +16,7 @@ from outrider.engine import SessionTokens
 from outrider.engine.model_spec import Linear
 from outrider.engine.native import NativeEngine, build
 from outrider.engine.native import engine as native_engine
-from outrider.models.gguf import QuantizedRows
+from outrider.models.in_place import QuantizedRows
 from tests.unit.outrider.engine.native.test_quantized_rows import (
     KINDS,
     TOKENS,

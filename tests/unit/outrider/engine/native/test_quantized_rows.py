@@ -16,7 +16,7 @@ from outrider.engine import SessionTokens
 from outrider.engine.model_spec import Linear, build_spec
 from outrider.engine.native import NativeEngine, build, dequantize
 from outrider.engine.native import engine as native_engine
-from outrider.models.gguf import QuantizedRows, detach_rows
+from outrider.models.in_place import QuantizedRows, detach_rows
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from tests.unit.outrider.engine.native.tiles import tiles
