@@ -36,6 +36,7 @@ from outrider.launch.stack import LaunchPlan, Stack
 from outrider.protocol.errors import PeerLost, Unauthenticated, Unavailable
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.runtime.embedded_redis import embedded_redis
+from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import PLAIN, Channels
 from outrider.security.tls import Tls
 from outrider.settings.coordinator import CoordinatorSettings
@@ -177,15 +178,15 @@ async def test_probes_need_no_key_and_reflection_does(guarded: Guarded, service:
 async def test_reflection_needs_no_key_where_clients_need_none() -> None:
     """`outrider up` has a fleet key, but no API keys: tools such as grpcurl and Postman ask for the contract there."""
     settings = CoordinatorSettings(http_port=-1, fleet_key=FLEET_KEY)
-    async with (
-        in_process(CoordinatorService(settings, NO_REDIS), settings) as coordinator,
-        PLAIN.aio_channel(coordinator) as channel,
-    ):
+    service = CoordinatorService(settings, NO_REDIS)
+    async with in_process(service, settings) as coordinator, PLAIN.aio_channel(coordinator) as channel:
         for version in ("v1", "v1alpha"):  # in process nobody serves it, as above
             ask = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
             assert await ask(iter([b""]), timeout=5).code() is grpc.StatusCode.UNIMPLEMENTED, version
         (register,) = (method for method in METHODS if method.name == "Register")
         assert await status(coordinator, register, PLAIN) is UNAUTHENTICATED
+        service.api_keys.replace_by(ApiKeys([API_KEY]))
+        assert await ask(iter([b""]), timeout=5).code() is UNAUTHENTICATED, "from now on clients need a key"
 
 
 async def test_clients_are_told_what_is_missing(guarded: Guarded, loaded: LoadedModel) -> None:

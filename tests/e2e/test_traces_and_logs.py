@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from itertools import count
 from typing import Any
 from uuid import uuid4
 
+import httpx2 as httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -200,6 +202,20 @@ async def test_one_request_is_one_trace_through_all_services(watched: Cluster, c
     server = to_verifier.attributes
     assert f"{server['server.address']}:{server['server.port']}" in {process.address for process in watched.verifiers}
     assert to_drafter.attributes["outrider.kind"] == "model"
+
+
+async def test_requests_at_once_without_a_trace_get_one_each(watched: Cluster, collector: Collector) -> None:
+    """Also where they share a connection, and have several answers."""
+    body = {"prompt": PROMPT, "n": 2, "max_tokens": 4, "ignore_eos": True}
+    ids = ["at-once-0", "at-once-1"]
+    async with httpx.AsyncClient(base_url=watched.coordinators[0].web, timeout=60) as web:
+        calls = (web.post("/v1/completions", json=body, headers={"x-request-id": id_}) for id_ in ids)
+        assert [answer.status_code for answer in await asyncio.gather(*calls)] == [200, 200]
+    found = [await collector.whole(id_) for id_ in ids]
+    traces = [{seen.span.trace_id for group in spans.values() for seen in group} for spans in found]
+    assert [len(each) for each in traces] == [1, 1]
+    assert traces[0] != traces[1]
+    assert [len(spans["coordinator generate"]) for spans in found] == [2, 2]
 
 
 async def test_every_line_is_an_object_and_names_the_request(watched: Cluster) -> None:
