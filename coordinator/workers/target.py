@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -35,6 +35,14 @@ MAX_TOKENIZER_BYTES = 128 * 1024 * 1024  # the largest known are around 40 MB
 _CHUNK_COST = 1024  # counted per chunk, so that empty chunks are limited too
 _READING = ThreadPoolExecutor(2, "tokenizers")  # requests have others, which no verifier's tokenizers hold up
 _PROBE = {"role": "user", "content": "outrider"}
+_FIELD = {"type": "object", "properties": {"word": {"type": "string"}}}
+_TOOL = {"type": "function", "function": {"name": "note", "description": "Note a word.", "parameters": _FIELD}}
+_CALL = {"id": "outrider1", "type": "function", "function": {"name": "note", "arguments": {"word": "outrun"}}}
+_CALLED: Sequence[Mapping[str, object]] = [
+    _PROBE,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "outrider1", "content": "Noted."},
+]
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -85,6 +93,18 @@ class Target:
         more = {"continue_final_message": chat.continue_final_message, "tokenize": False, **chat.variables}
         tools, begins = [*chat.tools] or None, chat.add_generation_prompt
         return str(self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=begins, **more))
+
+    def preview(self, chat: Chat) -> str:
+        """Return a chat as its template writes it; nothing if it raises an error, as it will for the prompt."""
+        with contextlib.suppress(Exception):  # templates are programs
+            return self.written(chat)
+        return ""
+
+    @cached_property
+    def shows_calls(self) -> tuple[bool, bool]:
+        """Return whether the chat template shows calls of a history: in chats without tools, and in others."""
+        without, others = (self.preview(Chat(_CALLED, tools)) for tools in ((), [_TOOL]))
+        return "outrun" in without, "outrun" in others
 
     @cached_property
     def _wants_parts(self) -> bool:

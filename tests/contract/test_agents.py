@@ -120,6 +120,29 @@ async def test_a_large_chat_is_rendered_beside_the_loop(agent: Agent, monkeypatc
     assert threading.get_ident() not in threads
 
 
+async def test_calls_that_the_template_drops_are_in_the_prompt(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SmolLM3's template does: an agent's second step did not see what it had called."""
+    target = agent.home.service.sessions.targets.named("")
+    called = "{% for call in m['tool_calls'] %}{{ call['function'] | tojson }}{% endfor %}"
+    monkeypatch.setattr(target.tokenizer, "chat_template", TEMPLATE.replace(called, ""))
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"terms": [true]}'}}
+    step: list[Any] = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+    ]
+    given: dict[str, Any] = {"messages": CHAT + step, "tools": TOOLS}
+    vars(target).pop("shows_calls", None)
+    try:
+        sent = await agent.api.post("/../tokenize", body=given, cast_to=dict[str, Any])
+        usage = (await agent.api.chat.completions.create(model="", max_tokens=1, **given)).usage
+    finally:
+        vars(target).pop("shows_calls", None)
+    assert usage.prompt_tokens == sent["count"]
+    text = target.tokenizer.decode(sent["tokens"])
+    assert '{"name": "add", "arguments": {"terms": [true]}}' in text
+    assert "[user]Result of add:\n1" in text
+
+
 async def test_auto_without_a_call(agent: Agent) -> None:
     found = (await agent.api.chat.completions.create(**ASK | agent.script("Z", THOUGHT, "Q", "<|end|>"))).choices[0]
     assert (found.message.reasoning_content, found.message.content) == ("Z", "Q")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,14 +68,13 @@ class Manner:
     thinking: bool = False  # the prompt ends in their mark
     several: bool = True  # calls in one answer: some templates raise errors for them, or for their results
     all_fields: bool = False  # of tools are needed: the template of Hermes raises an error without them
-    shows_calls: bool = True  # in chats without tools: some targets have a template apart for those with tools
     thoughts: tuple[str, str] = THOUGHTS[0]  # the marks around them
 
 
 def manner_of(target: Target, parser: str) -> Manner:
     """Return the manner that the chat template shows; `parser` may name its dialect."""
-    known, given = target.tokenizer, [True, False] if target.tokenizer.chat_template else []
-    template, plain = [str(known.get_chat_template(None, tools=[{}] if it else None)) for it in given] or ("", "")
+    known = target.tokenizer
+    template = str(known.get_chat_template(None, tools=[{}])) if known.chat_template else ""
     llama = "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template)
     marked = (dialect for dialect in (HERMES, MISTRAL) if dialect.opener in template)
     dialect = next(marked, LLAMA3 if llama else JSON) if parser == "auto" else _BY_NAME[parser]
@@ -84,22 +82,15 @@ def manner_of(target: Target, parser: str) -> Manner:
     told = parser != "auto" or (dialect is not JSON and not _OTHER.search(template))  # other calls could not be read
     knows_tools = told and _TOOLS.search(template) is not None
     several = "single tool-calls" not in template and (knows_tools or "roles must alternate" not in template)
-    rules = {"all_fields": "parameters.properties" in template, "shows_calls": _TOOLS.search(plain) is not None}
+    rules = {"several": several, "all_fields": "parameters.properties" in template}
     marks = next((marks for marks in THOUGHTS if marks[1] in template), None)
-    return Manner(dialect, knows_tools, marks is not None, several=several, thoughts=marks or THOUGHTS[0], **rules)
-
-
-def preview(target: Target, chat: Chat) -> str:
-    """Return a chat as the template writes it; nothing if it raises an error, as it will for the prompt."""
-    with suppress(Exception):  # templates are programs
-        return target.written(chat)
-    return ""
+    return Manner(dialect, knows_tools, marks is not None, thoughts=marks or THOUGHTS[0], **rules)
 
 
 def shows_all(target: Target, *roles: str) -> bool:
     """Return whether the template writes messages of all these roles: some drop those of the system, or refuse them."""
     chat = [{"role": role, "content": f"{role} {number}"} for number, role in enumerate(roles)]
-    text = preview(target, Chat(chat))
+    text = target.preview(Chat(chat))
     return all(message["content"] in text for message in chat)
 
 

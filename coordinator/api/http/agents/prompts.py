@@ -27,8 +27,10 @@ def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner, target: Tar
     absent: dict[str, Any] = _FIELDS if manner.all_fields else {}
     functions = (absent | tool.function.model_dump(exclude_none=True, exclude={"strict", "type"}) for tool in tools)
     described = [{"type": "function", "function": function} for function in functions]
-    if not manner.knows_tools or not (described or manner.shows_calls):
+    calls = any("tool_calls" in message for message in messages)
+    if not manner.knows_tools or (calls and not target.shows_calls[bool(described)]):
         _put_in_words(messages, manner.dialect)
+    if not manner.knows_tools:
         if described:
             _instruct(messages, described, manner.dialect, target)
         described = []

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from coordinator.api.http import responses
 from coordinator.api.http.agents.bodies import ChatBody, lenient
-from coordinator.api.http.agents.dialects import Manner, manner_of, preview
+from coordinator.api.http.agents.dialects import Manner, manner_of
 from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.agents.tool_grammar import grammar_of
@@ -47,7 +47,7 @@ def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) ->
     if form and form.schema_ is not None and not form.strict:
         grammar = Grammar(json_schema=json.dumps(lenient(form.schema_)))
     thinks = manner.thinks and body.add_generation_prompt and (required is not None or grammar is None)
-    opened = thinks and preview(target, chat).rstrip().endswith(manner.thoughts[0])  # templates may look into messages
+    opened = thinks and target.preview(chat).rstrip().endswith(manner.thoughts[0])  # templates may look into messages
     manner = replace(manner, thinks=thinks, thinking=opened)
     if required is not None:
         schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.callable_tools}

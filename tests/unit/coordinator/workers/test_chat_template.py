@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from coordinator.api.http.agents.dialects import preview
 from coordinator.api.http.failures import body_of
 from coordinator.api.preprocess import ClientRequest, prompt_tokens
 from coordinator.workers.chat_template import Chat, control_tokens
@@ -199,4 +198,4 @@ def test_templates_that_read_parts_alone_get_them(template: str) -> None:
     target = Target(INFO, tokenizer, nothing, nothing)
     chat = Chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": f" Hi {EOS}"}])
     assert target.decode(target.encode_chat(chat)) == f"Be brief. Hi {EOS}:"
-    assert preview(target, chat) == f"Be brief. Hi {EOS}:"
+    assert target.preview(chat) == f"Be brief. Hi {EOS}:"

@@ -40,9 +40,15 @@ NEMOTRON = QUESTION + (
     "{% if add_generation_prompt %}<assistant>{% if '/no_think' in messages[0]['content'] %}<think></think>"
     "{% else %}<think>\n{% endif %}{% endif %}"
 )
+# As part of a template that shows what was called.
+CALLS = (
+    "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.arguments.values() | join }}"
+    "{% endfor %}{% endfor %}"
+)
 # As of DeepSeek R1, which goes on after the result of a tool.
 R1 = (
     QUESTION
+    + CALLS
     + "</think>{% if messages[-1]['role'] != 'tool' %}<assistant><think>\n{% endif %}{# {{ tools }} <tool_call> #}"
 )
 OFF = {"messages": [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "Hi."}]}
@@ -150,7 +156,7 @@ def test_a_template_whose_form_of_calls_is_unknown_does_not_tell_of_tools() -> N
 
 def test_a_template_apart_for_tools_shows_no_calls_in_chats_without_tools() -> None:
     """As of Hermes 2 Pro: the default template, which these chats are rendered by, would drop their calls."""
-    told = QUESTION + "{% for tool in tools %}{{ tool }}{% endfor %}<tool_call>"
+    told = QUESTION + CALLS + "{% for tool in tools or [] %}{{ tool }}{% endfor %}<tool_call>"
     target = target_of(told)
     target.tokenizer.chat_template = cast(Any, {"default": QUESTION, "tool_use": told})
     manner = manner_of(target, "auto")
@@ -218,6 +224,35 @@ def test_later_messages_of_the_system_stay_where_only_a_first_one_is_refused() -
     assert rendered(template, messages=[USER, SYSTEM, USER]) == shown
 
 
+# As of SmolLM3, which shows tools and results, but no calls.
+DROPS_CALLS = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{# <tool_call> #}{% endif %}"
+    "{% for m in messages %}<{{ 'user' if m['role'] == 'tool' else m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+)
+FIND = {"tools": [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]}
+FOUND = {"id": "a", "function": {"name": "find", "arguments": '{"word": "x"}'}}
+STEP = [USER, {"role": "assistant", "tool_calls": [FOUND]}, {"role": "tool", "tool_call_id": "a", "content": "On 3."}]
+
+
+@pytest.mark.parametrize("tools", [FIND, {}])
+def test_calls_that_a_template_with_tools_drops_are_put_in_words(tools: dict[str, Any]) -> None:
+    """An agent's second step did not see what its first one had called."""
+    told = rendered(DROPS_CALLS, messages=STEP, **tools)
+    call = HERMES.write("find", {"word": "x"})
+    assert told.endswith(f"<user>Hi.\n<assistant>{call}\n<user>Result of find:\nOn 3.\n")
+    assert told.count('"find"') == (2 if tools else 1), "the template tells of the tools, once"
+    assert "You can call" not in told
+
+
+def test_the_template_is_tried_once_and_only_for_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, seen = target_of(DROPS_CALLS), list[Any]()
+    monkeypatch.setattr(Target, "preview", lambda self, chat: seen.append(chat) or "")
+    tools = chat(**FIND).tools or ()
+    for messages in ([USER], STEP, STEP):
+        chat_of(chat(messages=messages), tools, manner_of(target, "auto"), target)
+        assert len(seen) == (0 if messages == [USER] else 2), "one chat without tools, and one with some"
+
+
 # As of MiniMax M2, which shows the first message of the system, of DeepSeek R1, which shows the last one, and of Phi-3.
 FIRST_SHOWN = (
     "{% for m in messages %}{% if loop.first or m['role'] != 'system' %}<{{ m['role'] }}>{{ m['content'] }}\n"
@@ -256,7 +291,8 @@ def test_a_template_that_shows_no_message_of_the_system_has_tools_in_the_first_o
 
 
 NINE = (
-    "{% for m in messages %}{% for id in [m.tool_call_id] + m.tool_calls | default([]) | map(attribute='id') | list %}"
+    CALLS + "{% for m in messages %}"
+    "{% for id in [m.tool_call_id] + m.tool_calls | default([]) | map(attribute='id') | list %}"
     "{% if id is defined %}{% if id | length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings "
     "with length 9!') }}{% endif %}{{ id }};{% endif %}{% endfor %}{% endfor %}{# {{ tools }} [TOOL_CALLS] #}"
 )
