@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from importlib.metadata import version
 
 import grpc
@@ -20,6 +21,7 @@ from coordinator.api.preprocess import ClientRequest, admission, prepare
 from coordinator.api.registry_service import RegistryService
 from coordinator.api.whole_messages import WholeMessages
 from coordinator.attachment.service import AttachmentService
+from coordinator.persistence.idempotency import digest_of
 from coordinator.persistence.session_record import SpeculationOptions
 from coordinator.sessions.output import Token, follow
 from coordinator.sessions.session import Session
@@ -119,7 +121,9 @@ class CoordinatorService(rpc.OutriderServicer):
                 set_urgency(request.priority if request.HasField("priority") else None, context.time_remaining())
                 target = await self.sessions.targets.find(request.model, urgency().remaining_s)
                 prepared = await prepare(from_proto(request, target), request.ByteSize(), target, self._settings)
-                session = await self.sessions.begin(prepared, target, request.idempotency_key)
+                if key := request.idempotency_key:
+                    prepared = replace(prepared, sent=digest_of(request.SerializeToString(deterministic=True)))
+                session = await self.sessions.begin(prepared, target, key)
             call["session_id"] = session.record.session_id
             del request  # see `WholeMessages`
             async with contextlib.aclosing(self._stream(session, 0, context, call)) as replies:

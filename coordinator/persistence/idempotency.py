@@ -37,11 +37,14 @@ class IdempotencyKeys:
         return until > time.monotonic() or value.partition(" ")[0] in self._running
 
     async def reserve(self, key: str, session_id: str, request: SessionRequest) -> str:
-        """Return the id of the session that a key stands for: `session_id`, or the one it was used for before."""
+        """Return the id of the session that a key stands for: `session_id`, or the one it was used for before.
+
+        A request is the same if it was sent equally, or if all that a coordinator made of it is equal.
+        """
         seed = None if request.drawn_seed else request.params.seed
         same = replace(request, params=replace(request.params, seed=seed))  # without one that a coordinator drew
-        digest = hashlib.sha256(same.to_json().encode()).hexdigest()[:16]
-        name, known = _name(key), (f"{session_id} {digest}", self._ttl_s)
+        digests = [digest_of(same.to_json().encode()), *filter(None, [request.sent])]
+        name, known = _name(key), (" ".join([session_id, *digests]), self._ttl_s)
         if key not in self:
             self._keys.pop(name, None)
             try:
@@ -52,11 +55,15 @@ class IdempotencyKeys:
         reserved, _ = self._keys.setdefault(name, (known[0], time.monotonic() + known[1]))
         while len(self._keys) > _REMEMBERED_KEYS:
             self._keys.popitem(last=False)
-        known_id, _, known_digest = reserved.partition(" ")
-        if known_digest != digest:
+        known_id, *known_digests = reserved.split(" ")
+        if not {*digests} & {*known_digests}:
             message = "this idempotency_key was used for another request"
             raise Conflict(message, field="idempotency_key", value=key, limit="a new key")
         return known_id
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _name(key: str) -> str:

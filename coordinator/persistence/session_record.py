@@ -58,6 +58,7 @@ class SessionRequest:
     speculation: SpeculationOptions = field(default=SpeculationOptions(), metadata={KEY: "wish"})
     cache_salt: str = ""
     drawn_seed: bool = field(default=False, compare=False, metadata={KEY: ""})  # the client gave none; not stored
+    sent: str = field(default="", compare=False, metadata={KEY: ""})  # digest of what the client sent; not stored
     priority: int | None = field(default=None, compare=False)  # class; None: not begun, or by an earlier version
 
     def to_json(self) -> str:

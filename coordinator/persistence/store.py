@@ -50,6 +50,7 @@ class Store:
         self._write = self._redis.register_script(lua_scripts.WRITE)
         self._claim = self._redis.register_script(lua_scripts.CLAIM)
         self._cancel = self._redis.register_script(lua_scripts.CANCEL)
+        self._reserve = self._redis.register_script(lua_scripts.RESERVE)
         self._read_worker = self._redis.register_script(lua_scripts.READ_WORKER)
         self._remove_worker = self._redis.register_script(lua_scripts.REMOVE_WORKER)
 
@@ -113,13 +114,21 @@ class Store:
         return None if reply < 0 else bool(reply)
 
     async def reserve(self, key: str, value: str) -> tuple[str, float] | None:
-        """Store an idempotency key's value if it has none; return what it had, for so many s, or raise Unreadable."""
-        name = f"{_PREFIX}:idempotency:{key}"
+        """Store an idempotency key's value if it has none; return what it had, for so many s, or raise Unreadable.
+
+        The digest of the request as sent, if the value has it, is kept apart: older versions compare all after the id.
+        """
+        name, (session_id, digest, *sent) = f"{_PREFIX}:idempotency:{key}", value.split(" ")
         with self.connection.validating("idempotency"):
             async with self.connection.calling():
-                left_ms = await self._redis.pttl(name)
-                reserved = cast(bytes | None, await self._redis.set(name, value, nx=True, ex=self._ttl_s, get=True))
-            return None if reserved is None else (stored_records.read_reserved(reserved), left_ms / 1000)
+                args = f"{session_id} {digest}", " ".join([session_id, *sent]), self._ttl_s
+                reply = await self._reserve(keys=[name, f"{name}:sent"], args=args)
+            if not reply:
+                return None
+            known = stored_records.read_reserved(reply[0])
+            known_id, *known_sent = reply[1].decode(errors="replace").split(" ")
+            same = known.startswith(f"{known_id} ")  # else an older version has begun again with the key
+            return " ".join([known, *known_sent * same]), reply[2] / 1000
 
     # Workers.
 

@@ -10,14 +10,16 @@ import httpx2 as httpx
 import pytest
 import redis.asyncio as redis
 
+from coordinator.api.service import CoordinatorService
 from coordinator.persistence import write_behind
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.persistence.store import Store
 from outrider.base.aio import until
 from outrider.protocol.speculation import FinishReason
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
-from tests.cluster import Output, ask, client, failure, follow, generate, until_async
+from tests.cluster import Output, ask, client, failure, follow, generate, in_process, until_async
 from tests.contract.conftest import House
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -205,6 +207,32 @@ async def test_another_seed_makes_another_request(house: House) -> None:
         replies = [await web.post("/v1/completions", json=body | {"seed": s}, headers=headers) for s in (1, 1, 2)]
     assert [reply.status_code for reply in replies] == [200, 200, 409]
     assert replies[0].json()["choices"] == replies[1].json()["choices"]
+
+
+async def test_a_retry_at_a_coordinator_that_reads_it_otherwise_is_the_same_request(house: House) -> None:
+    """After an upgrade or with another setting, what a coordinator makes of the same words is another request."""
+    limit = f"{house.loaded.engine.info.name}=output:9"
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=100, worker_wait_s=5, model_limits=limit)
+    service = CoordinatorService(settings, house.redis.url)
+    bodies = [{"prompt": PROMPT}, {"prompt": PROMPT, "n": 2, "temperature": 1}]
+    async with in_process(service, settings) as address, client(address) as other, client(house.coordinator) as stub:
+        assert await until(service.ready, 10)
+        request = ask(PROMPT, ignore_eos=True, key=secrets.token_hex(4), temperature=0.0)
+        output = await generate(stub, request)
+        again = await generate(other, request)
+        assert (again.session_id, again.token_ids) == (output.session_id, output.token_ids)
+        assert len(output.token_ids) > 9
+        code, _, typed = await failure(other.Generate(ask(PROMPT, key=request.idempotency_key), timeout=10))
+        assert (code, typed.field) == (grpc.StatusCode.FAILED_PRECONDITION, "idempotency_key")
+        for body in bodies:
+            headers, answers = {"Idempotency-Key": secrets.token_hex(4)}, []
+            for one in (house.service, service):
+                async with httpx.AsyncClient(base_url=f"http://{one.http_address}", timeout=30) as web:
+                    answers.append(await web.post("/v1/completions", json=body, headers=headers))
+                    changed = await web.post("/v1/completions", json=body | {"seed": 1}, headers=headers)
+                    assert changed.status_code == 409
+            assert [answer.status_code for answer in answers] == [200, 200]
+            assert answers[0].json()["choices"] == answers[1].json()["choices"]
 
 
 # --- who has it -------------------------------------------------------------------------------------------------------

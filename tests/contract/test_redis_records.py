@@ -452,6 +452,16 @@ async def test_nothing_stays_in_redis_for_ever(redis_server: Redis) -> None:
             reserved = await store.reserve("ages", "another digest")
             assert reserved is not None
             assert (reserved[0], 50 < reserved[1] <= 60) == ("ages digest", True)
+            assert await store.reserve("sent", "ages digest as-sent") is None
+            assert there.get("outrider:idempotency:sent") == b"ages digest", "older versions read all of it"
+            assert there.ttl("outrider:idempotency:sent:sent") in range(50, 61)
+            reserved = await store.reserve("sent", "another digest again")
+            assert reserved is not None
+            assert reserved[0] == "ages digest as-sent"
+            there.set("outrider:idempotency:sent", "older version's")
+            reserved = await store.reserve("sent", "another digest again")
+            assert reserved is not None
+            assert reserved[0] == "older version's", "what was sent with the key before is no matter"
             await store.put_pair("ages", "d", PairHistory())
             assert there.ttl("outrider:pair:ages:d") > 60
             await store.put_worker(info, 5000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -118,6 +118,7 @@ class Api:
             target = await self._sessions.targets.find(body.model, urgency().remaining_s)
             inputs, replies = await beside(request.state.size, plan, body, target, self._settings)
             requests = await requests_of(body, request.state.size, inputs, target, self._settings)
+            requests = [replace(each, sent=request.state.sent) for each in requests]
         if isinstance(replies, CompletionReplies) and isinstance(body, CompletionBody):
             replies.prompts = await echoed_prompts(body, self._sessions, requests, target, _key(request))
         answering, stream = start_answer(self._sessions, requests, target, _key(request)), body.stream

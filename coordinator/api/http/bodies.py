@@ -15,8 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from coordinator.api.http.failures import FIELD_NAMES, of_validation
+from coordinator.persistence.idempotency import digest_of
 from coordinator.persistence.session_record import MAX_PRIORITY
-from outrider.base.aio import LARGE_BYTES
+from outrider.base.aio import LARGE_BYTES, beside
 from outrider.protocol.errors import InvalidRequest, shorten
 from outrider.protocol.field_limits import LONGEST, MOST
 from outrider.protocol.sampling_params import MAX_LOGPROBS, MAX_STOP_CHARACTERS, MIN_REPETITION_PENALTY
@@ -94,6 +95,7 @@ async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
         raise HTTPException(415, f"Content-Encoding is {shorten(coding)}, must be absent")
     data = b"".join([part async for part in request.stream()])  # `body()` would keep it as long as the answer takes
     request.state.size = len(data)
+    request.state.sent = await beside(len(data), digest_of, data) if "idempotency-key" in request.headers else ""
     if len(data) > LARGE_BYTES:  # checks of megabytes take seconds; other streams wait for the JSON only
         return await asyncio.to_thread(_read, data, kinds)
     return _read(data, kinds)

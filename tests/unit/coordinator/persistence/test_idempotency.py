@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from structlog.testing import capture_logs
 from coordinator.persistence import idempotency
 from coordinator.persistence.idempotency import IdempotencyKeys
 from coordinator.persistence.session_record import SessionRequest
+from outrider.protocol.errors import Conflict
 from outrider.protocol.sampling_params import SamplingParams
 
 TTL_S = 3600.0
@@ -57,6 +59,34 @@ async def test_a_key_holds_as_long_as_its_session_runs(monkeypatch: pytest.Monke
     running.clear()
     assert "key" not in keys
     assert await keys.reserve("key", "c", REQUEST) == "c"
+
+
+SENT = replace(REQUEST, sent="as-sent")
+READ_OTHERWISE = replace(SENT, params=SamplingParams(seed=1, max_tokens=99))
+
+
+@pytest.mark.parametrize(
+    ("first", "retry", "same"),
+    [
+        (SENT, READ_OTHERWISE, True),  # an upgrade, or a setting that changed
+        (SENT, replace(REQUEST, sent="streamed-now"), True),  # which a coordinator reads alike
+        (SENT, replace(READ_OTHERWISE, sent="another"), False),
+        (REQUEST, SENT, True),  # the first at an older version, which stores no digest of what was sent
+        (SENT, REQUEST, True),
+        (REQUEST, READ_OTHERWISE, False),
+    ],
+)
+async def test_a_retry_is_the_same_request_as_sent_or_as_read(
+    first: SessionRequest, retry: SessionRequest, same: bool
+) -> None:
+    store: Any = SharedStore()
+    for keys in (IdempotencyKeys(store, TTL_S, ()) for _ in range(2)):
+        assert await keys.reserve("key", "a", first) == "a"
+        if same:
+            assert await keys.reserve("key", "b", retry) == "a"
+        else:
+            with pytest.raises(Conflict):
+                await keys.reserve("key", "b", retry)
 
 
 async def test_a_redis_that_is_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
