@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AddedToken, AutoTokenizer, LlamaForCausalLM
 
 from outrider.testing.toy_models import byte_tokenizer
 
@@ -22,4 +22,16 @@ def permuted_vocabulary(folder: Path, source: Path) -> Path:
         for weight in (model.model.embed_tokens.weight, model.lm_head.weight):
             weight.copy_(weight[order])
     model.save_pretrained(folder)
+    return folder
+
+
+def added_tokens(folder: Path, source: Path, *tokens: str, rows: int = 0) -> Path:
+    """Make a copy of a model whose vocabulary has more tokens, and as many rows as that or more."""
+    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens], special_tokens=True)
+    torch.manual_seed(1)
+    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder

@@ -71,11 +71,8 @@ class ModelDrafter:
         self.vocabulary: Vocabulary | None = vocabulary
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
-        rows = self.info.vocab_size  # the target's vocabulary may have more
         most = min(self.info.context_length, self._engine.capacity_tokens)  # a larger text would drive out all others
         runnable = [r for r in requests if max(len(r.tokens), r.committed + len(r.open_guess.tokens)) < most]
-        ids = (r.vocab_size > rows and max((*r.tokens, *r.open_guess.tokens, *r.params.logit_bias)) for r in runnable)
-        runnable = [it for it, highest in zip(runnable, ids, strict=True) if highest < rows]
         results: dict[str, Guess] = {}
         while runnable:
             batch = [self._input(request) for request in runnable]
@@ -101,6 +98,7 @@ class ModelDrafter:
     def _input(self, request: DraftRequest) -> SessionTokens:
         """Roll the KV cache back to the common prefix; return the tokens to compute after it."""
         chain = request.tokens if request.branches == 1 else request.tokens[: request.committed]
+        chain = self._known_ids(request, chain)
         cached = self._cached.pop(request.session, None)
         if cached is None:
             cached = list(chain[: self._engine.match_prefix(request.session, chain, request.cache_salt)])
@@ -115,12 +113,19 @@ class ModelDrafter:
             return SessionTokens(request.session, new, logits_from=len(new) - 1)
         return self._tree_input(request, new)
 
+    def _known_ids(self, request: DraftRequest, tokens: Sequence[int]) -> Sequence[int]:
+        """Return tokens with an end token for each that the target alone has, as those that were added for chats."""
+        rows, ends = self.info.vocab_size, self.info.eos_token_ids
+        if request.vocab_size <= rows or max(tokens, default=0) < rows:
+            return tokens
+        return [token if token < rows else min(ends, default=0) for token in tokens]
+
     def _tree_input(self, request: DraftRequest, new: Sequence[int]) -> SessionTokens:
         """Append the open guesses whose choices are unknown, with the paths that lead to them."""
         known = self._known.setdefault(request.session, _KnownChoices(request.committed, request.branches))
         known.advance(request)
         needed: set[int] = set()
-        tokens, parents = request.open_guess.tokens, request.open_guess.shape.parents
+        tokens, parents = self._known_ids(request, request.open_guess.tokens), request.open_guess.shape.parents
         for node, path in enumerate(request.open_guess.paths[1:]):
             if path not in known.choices:
                 needed.update(path_to(node, parents))

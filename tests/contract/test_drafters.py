@@ -21,7 +21,7 @@ from outrider.testing.toy_models import byte_tokenizer, make_model
 from outrider.v1 import common_pb2 as common
 from tests.cluster import Output, Redis, ask, generate_all, in_process
 from tests.contract.conftest import HEARTBEAT_MS, after_joining, drafter_serving, verifier_serving
-from tests.models import permuted_vocabulary
+from tests.models import added_tokens, permuted_vocabulary
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -44,6 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = make_model(folder / "target", seed=7, sharpness=4.0, focus=0.1, letters=LETTERS)
     draft = make_model(folder / "draft", seed=99, like=target, blur=0.05, letters=LETTERS)
     permuted_vocabulary(folder / "permuted_vocabulary", draft)
+    added_tokens(folder / "more", target, "<|user|>", "<|answer|>", rows=len(LETTERS) + 8)
     (folder / "ids.json").write_text(json.dumps(SOME))
     return folder
 
@@ -51,6 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WAYS: dict[str, tuple[dict[str, str], int]] = {
     "suffix": ({"kind": "suffix"}, 1),
     "suffix with branches": ({"kind": "suffix"}, 3),
+    "model": ({"kind": "model", "model": "draft"}, 1),
     "model with branches": ({"kind": "model", "model": "draft"}, 3),
     "suffix and model": ({"kind": "suffix+model", "model": "draft"}, 1),
     "suffix and model with branches": ({"kind": "suffix+model", "model": "draft"}, 3),
@@ -64,10 +66,11 @@ WAYS: dict[str, tuple[dict[str, str], int]] = {
 class Home:
     """A coordinator and a verifier; a drafter comes for each test."""
 
-    def __init__(self, address: str, service: CoordinatorService, folder: Path, loaded: LoadedModel) -> None:
+    def __init__(self, address: str, service: CoordinatorService, target: Path, loaded: LoadedModel) -> None:
         self._address = address
         self._service = service
-        self._folder = folder
+        self._target = target
+        self._folder = target.parent
         self._loaded = loaded
 
     async def knows(self, drafters: int) -> None:
@@ -79,15 +82,15 @@ class Home:
     async def drafted(self, way: str) -> AsyncIterator[None]:
         flags, _ = WAYS[way]
         given = {name: value if name == "kind" else str(self._folder / value) for name, value in flags.items()}
-        given["target"] = str(self._folder / "target")
+        given["target"] = str(self._target)
         async with drafter_serving(**given, device="cpu", threads=1, coordinators=self._address):
             await self.knows(1)
             yield
         await self.knows(0)
 
-    async def answers(self, *, gamma: int, branches: int = 1, **params: Any) -> list[Output]:
+    async def answers(self, *, gamma: int, branches: int = 1, before: str = "", **params: Any) -> list[Output]:
         requests = [
-            ask(prompt, seed=n, gamma=gamma, **({"max_tokens": LENGTH, "ignore_eos": True} | params))
+            ask(before + prompt, seed=n, gamma=gamma, **({"max_tokens": LENGTH, "ignore_eos": True} | params))
             for n, prompt in enumerate(PROMPTS)
         ]
         for request in requests:
@@ -98,18 +101,21 @@ class Home:
             return await generate_all(self._address, requests)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def home(folder: Path, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Home]:
+@asynccontextmanager
+async def home_of(target: Path, redis_server: Redis, tokenizer: Path) -> AsyncIterator[Home]:
     settings = CoordinatorSettings(http_port=0, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
     service = CoordinatorService(settings, redis_server.url)
-    loaded = load_model(str(folder / "target"), EngineOptions(device="cpu", threads=1))
-    async with (
-        in_process(service, settings) as address,
-        verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), coordinators=address),
-    ):
-        home = Home(address, service, folder, loaded)
+    loaded = load_model(str(target), EngineOptions(device="cpu", threads=1))
+    async with in_process(service, settings) as address, verifier_serving(loaded, tokenizer, coordinators=address):
+        home = Home(address, service, target, loaded)
         await home.knows(0)
         yield home
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def home(folder: Path, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Home]:
+    async with home_of(folder / "target", redis_server, tmp_path_factory.mktemp("tokenizer")) as made:
+        yield made
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -158,3 +164,40 @@ async def test_another_vocabulary_is_refused_without_the_targets_tokenizer(home:
         kind="model", model=str(folder / "permuted_vocabulary"), device="cpu", threads=1, coordinators=home._address
     ):
         assert not await until(lambda: len(home._service.sessions.worker_pool.connections()) > 1, 1.0)
+
+
+MORE = len(LETTERS) + 2  # an id that the drafter lacks
+IN_TURN = common.Grammar(lark=f"%llguidance {{}}\nstart: (<[{MORE}]> /[a-z]/)+")
+BEYOND: dict[str, dict[str, Any]] = MODES | {
+    "of tokens in turn": {"temperature": 1.0, "grammar": IN_TURN},
+    "of a token with a bias": {"temperature": 1.0, "logit_bias": {MORE: 12.0}},
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def larger(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Home]:
+    own = Redis(tmp_path_factory.mktemp("redis"))
+    own.start()
+    own.wait_ready(10)
+    try:
+        async with home_of(folder / "more", own, tmp_path_factory.mktemp("tokenizer")) as made:
+            yield made
+    finally:
+        own.stop()
+
+
+@pytest.mark.parametrize("way", ["model", "model with branches", "part of the vocabulary", "suffix and model"])
+async def test_a_target_with_more_tokens_has_its_own_text(larger: Home, way: str) -> None:
+    """As a tuned target, whose chats have tokens that its base lacks: the base was refused as a drafter."""
+    wanted = {mode: await larger.answers(gamma=0, before="<|user|>", **params) for mode, params in BEYOND.items()}
+    assert {MORE} < {token for output in wanted["of a token with a bias"] for token in output.token_ids}
+    async with larger.drafted(way):
+        for mode, params in BEYOND.items():
+            outputs = await larger.answers(gamma=4, branches=WAYS[way][1], before="<|user|>", **params)
+            assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted[mode]], mode
+            if mode in MODES:
+                accepted = sum(output.stats.accepted_tokens for output in outputs)
+                assert accepted > 0.3 * len(PROMPTS) * LENGTH, mode
+        for verification in (common.VERIFICATION_REJECTION, common.VERIFICATION_BLOCK):
+            outputs = await larger.answers(gamma=4, before="<|user|>", temperature=1.0, verification=verification)
+            assert sum(output.stats.accepted_tokens for output in outputs) > LENGTH / 2

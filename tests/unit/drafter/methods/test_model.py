@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,34 +87,51 @@ def by_hand(plain: LlamaForCausalLM, request: DraftRequest) -> Guess:
 
 
 @pytest.mark.parametrize("branches", [1, 2])
-def test_a_token_that_the_model_does_not_know_gets_no_guess(loaded: LoadedModel, branches: int) -> None:
-    """The target's vocabulary may have more rows, and the other sessions of a step go on."""
+@pytest.mark.parametrize("mode", MODES)
+def test_a_token_that_the_model_does_not_know_is_read_as_an_end_token(
+    loaded: LoadedModel, branches: int, mode: dict[str, Any]
+) -> None:
+    """The target's vocabulary may have more tokens: all chats of a tuned target have some that its base lacks."""
     drafter, larger = drafter_of(loaded), VOCAB + 8
-    known, unknown = session_of(PROMPT, 2, branches).next_request(), session_of(PROMPT, 2, branches).next_request()
-    assert known is not None
-    assert unknown is not None
-    known = replace(known, vocab_size=larger)
-    unknown = replace(unknown, session="t", tokens=[*PROMPT, VOCAB], committed=len(PROMPT) + 1, vocab_size=larger)
-    guess, none = drafter.draft([known, unknown])
-    drafter.forget(known.session)
-    assert guess.tokens
-    assert none.done
-    assert not none.tokens
+    (end,) = loaded.engine.info.eos_token_ids
+    guesses = []
+    for session, token in (("known", end), ("unknown", VOCAB), ("last", larger - 1)):
+        request = session_of([*PROMPT, token, *PROMPT], 2, branches, **mode).next_request()
+        assert request is not None
+        request = replace(request, session=session, vocab_size=larger)
+        guesses.append(drafter.draft([request])[0])
+        drafter.forget(session)
+    assert guesses[0].tokens
+    if "repetition_penalty" in mode:  # which counts what the text has
+        assert all(guess.tokens and max(guess.tokens) < VOCAB for guess in guesses)
+    else:
+        assert [guess.tokens for guess in guesses] == [guesses[0].tokens] * 3
 
 
 @pytest.mark.parametrize("branches", [1, 2])
-def test_a_bias_on_an_id_that_the_model_does_not_know_gets_no_guess(loaded: LoadedModel, branches: int) -> None:
+def test_a_bias_on_an_id_that_the_model_does_not_know_changes_no_guess(loaded: LoadedModel, branches: int) -> None:
     drafter, larger = drafter_of(loaded), VOCAB + 8
-    requests = {}
-    for name, token in (("known", VOCAB - 1), ("unknown", VOCAB)):
-        request = session_of(PROMPT, 2, branches, logit_bias={token: 5.0, 70: 1.0}).next_request()
+    guesses = []
+    for name, bias in (("known", {}), ("unknown", {VOCAB: 100.0})):
+        request = session_of(PROMPT, 2, branches, logit_bias={70: 1.0, **bias}).next_request()
         assert request is not None
-        requests[name] = replace(request, session=name, vocab_size=larger)
-    guess, none = drafter.draft([requests["known"], requests["unknown"]])
-    drafter.forget("known")
-    assert guess.tokens
-    assert none.done
-    assert not none.tokens
+        guesses.append(drafter.draft([replace(request, session=name, vocab_size=larger)])[0])
+        drafter.forget(name)
+    assert guesses[0].tokens
+    assert guesses[0].tokens == guesses[1].tokens
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_a_guess_that_the_model_does_not_know_is_followed_by_others(loaded: LoadedModel, branches: int) -> None:
+    """A grammar may allow nothing else."""
+    drafter, larger = drafter_of(loaded), VOCAB + 8
+    session = session_of(PROMPT, 3, branches)
+    session.open_guesses.extend(Guess(len(PROMPT), 0, 0, (VOCAB + 1,), parents=(-1,)), ())
+    request = session.next_request()
+    assert request is not None
+    (guess,) = drafter.draft([replace(request, vocab_size=larger)])
+    drafter.forget(request.session)
+    assert len(guess.tokens) > 1
 
 
 def test_a_session_that_is_forgotten_leaves_no_nodes_to_compute(
