@@ -50,12 +50,15 @@ if (held == nil and not absent(KEYS[1])) or not text_or_none(KEYS[2]) or not tex
   held = nil
 end
 local epoch = tonumber(ARGV[1])
-if held and (held > epoch or held == epoch and redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2]) then
-  return redis.call('HGET', KEYS[1], 'finish') == '{CANCELLED}' and 'CANCELLED' or 'FENCED'
+local ours = redis.call('HGET', KEYS[1], 'owner') == ARGV[2]
+local cancelled = redis.call('HGET', KEYS[1], 'finish') == '{CANCELLED}'
+local late = cancelled and ours and held == epoch + 1  -- its client may have more than was written before
+if held and not late and (held > epoch or not ours and held == epoch) then
+  return cancelled and 'CANCELLED' or 'FENCED'
 end
 if (held == nil or held < epoch) and ARGV[3] == '' then return 'MISSING' end
-if held ~= epoch then redis.call('DEL', KEYS[1], KEYS[2], KEYS[3]) end  -- of an evicted record, or an older state
-if ARGV[3] ~= '' then
+if held ~= epoch and not late then redis.call('DEL', KEYS[1], KEYS[2], KEYS[3]) end  -- evicted, or an older state
+if ARGV[3] ~= '' and not late then
   redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2], 'request', ARGV[3], 'model', ARGV[4])
   redis.call('HSET', KEYS[1], 'tenant', ARGV[10], 'logprobs', ARGV[13])
 end
@@ -63,10 +66,10 @@ local offset = tonumber(ARGV[6])
 if redis.call('STRLEN', KEYS[2]) < offset or redis.call('STRLEN', KEYS[3]) < tonumber(ARGV[11]) then return 'GAP' end
 if #ARGV[7] > 0 then redis.call('SETRANGE', KEYS[2], offset, ARGV[7]) end
 if #ARGV[12] > 0 then redis.call('SETRANGE', KEYS[3], ARGV[11], ARGV[12]) end
-if ARGV[8] ~= '0' then redis.call('HSET', KEYS[1], 'finish', ARGV[8]) end
+if ARGV[8] ~= '0' and not late then redis.call('HSET', KEYS[1], 'finish', ARGV[8]) end
 redis.call('HSET', KEYS[1], 'verifier', ARGV[9])
 expire(ARGV[5])
-return 'OK'
+return late and 'CANCELLED' or 'OK'
 """
 
 CLAIM = f"""{_SHAPES}

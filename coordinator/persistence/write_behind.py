@@ -117,10 +117,11 @@ class WriteBehind:
         answer = await self._store.write(record, start, end, whole=not entry.known)
         if answer in ("FENCED", "CANCELLED"):
             entry.on_fenced(answer == "CANCELLED")
+        if answer == "FENCED":
             return False
-        if answer == "OK":
+        if answer in ("OK", "CANCELLED"):
             entry.known, entry.durable = True, end
-            entry.finish_written = finished
+            entry.finish_written = finished or answer == "CANCELLED"
         else:
             named = {"session_id": record.session_id, "request_id": entry.request_id}
             log.info("session lost by redis, writing it again", **named, answer=answer)

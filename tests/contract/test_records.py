@@ -20,7 +20,7 @@ from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import Output, ask, client, failure, follow, generate, in_process, until_async
-from tests.contract.conftest import House
+from tests.contract.conftest import House, slowed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -258,6 +258,34 @@ async def test_a_client_that_comes_back_before_its_coordinator_knows_of_another_
             tokens.extend(reply.chunk.token_ids)
         first.cancel()
     assert tokens == wanted.token_ids
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+async def test_what_a_client_had_when_another_coordinator_cancelled_is_kept(house: House, logprobs: int | None) -> None:
+    """Its coordinator wrote nothing more: what it had sent since the last write was lost to `Resume` and usage."""
+    request = ask(PROMPT, temperature=0.0, max_tokens=1500, ignore_eos=True, gamma=0, logprobs=logprobs)
+    other = Store(house.redis.url, "another coordinator", 60)
+    with slowed(house.loaded, 0.005):
+        async with client(house.coordinator) as stub:
+            call, output = stub.Generate(request, timeout=30), Output()
+            session_id = (await call.read()).started.session_id
+            while not output.token_ids:
+                output.token_ids.extend((await call.read()).chunk.token_ids)
+            assert await other.cancel(session_id)
+            while (reply := await call.read()) is not grpc.aio.EOF:
+                output.token_ids.extend(reply.chunk.token_ids)
+                last = reply
+            assert last.complete.finish_reason == FinishReason.CANCELLED
+            assert last.complete.output_tokens == len(output.token_ids)
+            assert await house.service.sessions.write_behind.flush(5)
+            house.service.sessions.ended.recent.clear()
+            again = await follow(stub.Resume(pb.ResumeRequest(session_id=session_id), timeout=10), Output())
+    record = await other.claim(session_id)
+    await other.connection.close()
+    assert record is not None
+    assert (record.tokens, record.finish_reason) == (output.token_ids, FinishReason.CANCELLED)
+    assert (again.token_ids, again.finish) == (output.token_ids, FinishReason.CANCELLED)
+    assert len([entry for entry in record.logprobs if entry]) == (len(output.token_ids) if logprobs else 0)
 
 
 async def test_a_coordinator_that_drains_does_not_claim_what_it_refuses(

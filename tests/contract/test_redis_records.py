@@ -286,6 +286,34 @@ async def test_one_epoch_has_one_owner(redis_server: Redis) -> None:
         await retried.connection.close()
 
 
+async def test_a_cancelled_session_takes_tokens_of_the_coordinator_that_ran_it_alone(redis_server: Redis) -> None:
+    """One that lost it to another before knows other tokens, or fewer."""
+    ran, late, canceller = (Store(redis_server.url, name, 60) for name in ("ran", "late", "canceller"))
+    try:
+        assert await late.write(started(61), 0, 2, whole=True) == "OK"
+        taken = await ran.claim("of-two-6")
+        assert taken is not None
+        taken.append([62] * 5, [TokenKind.PLAIN] * 5, [])
+        assert await ran.write(taken, 2, 5, whole=False) == "OK"
+        assert await canceller.cancel("of-two-6")
+        assert await late.write(started(61), 2, 9, whole=False) == "CANCELLED"
+        taken.finish_reason = FinishReason.LENGTH
+        assert await ran.write(taken, 5, 7, whole=False) == "CANCELLED"
+        record = await canceller.claim("of-two-6")
+        assert record is not None
+        assert (record.tokens, record.finish_reason) == ([61] * 2 + [62] * 5, FinishReason.CANCELLED)
+        with redis.Redis.from_url(redis_server.url) as full:
+            full.delete("outrider:tokens:{of-two-6}")
+        assert await ran.write(taken, 7, 7, whole=False) == "GAP"
+        assert await ran.write(taken, 0, 7, whole=True) == "CANCELLED"
+        record = await canceller.claim("of-two-6")
+        assert record is not None
+        assert (record.tokens, record.finish_reason) == ([61] * 2 + [62] * 5, FinishReason.CANCELLED)
+    finally:
+        for store in (ran, late, canceller):
+            await store.connection.close()
+
+
 async def test_a_redis_that_refuses_writes_tells_of_no_worker_that_has_left() -> None:
     """As a full one: records of workers expire there, and coordinators forgot those that reported to another."""
     info = WorkerInfo("w", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
