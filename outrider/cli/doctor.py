@@ -25,6 +25,7 @@ from outrider.client.sync import DEFAULT_ENDPOINT, Client
 from outrider.models.hub import DEFAULT, default_path, locate
 from outrider.protocol.errors import OutriderError, StartupError, Unauthenticated
 from outrider.runtime.embedded_redis import embedded_redis
+from outrider.runtime.redis_check import check_redis
 
 _GIB = 1024**3
 _NEEDED = 2 * _GIB
@@ -119,26 +120,15 @@ def _models(target: str) -> Iterator[Finding]:
 
 
 def _redis() -> Iterator[Finding]:
-    import redis
-
     url = redis_url()
     try:
         with embedded_redis() if url is None else nullcontext(url) as address:
-            client = redis.Redis.from_url(address, socket_timeout=2, socket_connect_timeout=2)
-            client.set("outrider:doctor", 1, px=1000, nx=True, get=True)  # replicas, and Redis 6, would answer a ping
-            client.exists("outrider:doctor", "outrider:other")  # of two slots: no node of a cluster answers
-    except (StartupError, redis.RedisError, OSError, ValueError, TypeError) as error:
+            where = check_redis(address)
+    except (StartupError, OSError) as error:
         advice = "start it, as a primary of Redis 7, or unset REDIS_URL" if url else "set REDIS_URL to one of your own"
-        # Texts of the first two may hold a password; that of a cluster says nothing without its name, MovedError.
-        found = "not a valid URL" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
-        yield Finding("redis", "bad", f"{_redacted(url) if url else 'embedded'}: {found}", advice)
+        yield Finding("redis", "bad", str(error), advice)
         return
-    yield Finding("redis", "ok", _redacted(url) if url else "embedded (no REDIS_URL): starts and answers")
-
-
-def _redacted(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"
+    yield Finding("redis", "ok", where if url else "embedded (no REDIS_URL): starts and answers")
 
 
 def _port(port: int) -> Iterator[Finding]:

@@ -27,6 +27,7 @@ from outrider.launch.targets import TargetPlan, worker_settings
 from outrider.protocol.errors import Expired, PeerLost, StartupError, Unavailable
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.runtime.embedded_redis import embedded_redis
+from outrider.runtime.redis_check import check_redis
 from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
 from outrider.security.tls import Tls, certified_names
@@ -269,7 +270,9 @@ def stack(plan: LaunchPlan, tick: Callable[[Stack], None] = lambda _: None) -> I
         plan = with_certificate(_with_own(plan, state))
         check_services([*coordinators(plan, ""), *workers(plan, [])])
         kept = state.data if state.kept else None
-        redis = redis_url() or exits.enter_context(embedded_redis(kept, holding=[state.lock]))
+        if redis := redis_url() or "":
+            check_redis(redis)  # coordinators would start, and keep nothing
+        redis = redis or exits.enter_context(embedded_redis(kept, holding=[state.lock]))
         running = Stack(plan, redis, folder, state)
         exits.callback(running.stop)
         running.start(tick)

@@ -17,7 +17,7 @@ from outrider.protocol.sampling_params import SamplingParams
 from outrider.security.tls import Tls
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
-from tests.cluster import Output, ask, client, generate, until, until_async
+from tests.cluster import Output, Redis, ask, client, generate, until, until_async
 from tests.conftest import Models
 from tests.e2e.up import Up, command_line, up
 
@@ -100,6 +100,36 @@ async def _kept(output: Output, server: int) -> dict[bytes, object]:
 
 async def _durable(stub: rpc.OutriderStub) -> bool:
     return bool((await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)).durable)
+
+
+@pytest.mark.parametrize(
+    ("command", "url", "cause"),
+    [
+        ("REPLICAOF 127.0.0.1 1", "redis://{}", "ReadOnlyError"),
+        ("CONFIG SET requirepass right", "redis://:wrong-one@{}", "AuthenticationError: invalid"),
+        ("CONFIG SET maxmemory 1", "redis://{}", "OutOfMemoryError"),
+        ("ECHO well", "redis://127.0.0.1:1", "ConnectionError: Error 111"),
+        ("ECHO well", "http://{}", "not a valid URL"),
+    ],
+)
+def test_a_redis_that_cannot_be_used_ends_it_with_the_reason(
+    tmp_path: Path, models: Models, command: str, url: str, cause: str
+) -> None:
+    """It said that it was ready, and kept no sessions."""
+    server = Redis(tmp_path).start().wait_ready(10)
+    try:
+        with redis.Redis.from_url(server.url) as client:
+            client.execute_command(*command.split())  # type: ignore[no-untyped-call]
+        given = url.format(server.address)
+        with up(tmp_path, "--target", str(models.target), REDIS_URL=given) as running:
+            assert running.process.wait(60) == 1
+            said = running.log.read_text()
+    finally:
+        server.stop()
+    (line,) = (line for line in said.splitlines() if cause in line)
+    assert f"Redis cannot be used at {given.replace(':wrong-one@', '')}: {cause}" in line
+    assert "wrong-one" not in said
+    assert "Traceback" not in said
 
 
 CONFIG = """
