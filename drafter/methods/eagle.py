@@ -244,10 +244,8 @@ class EagleDrafter:
 
 @drafter(METHOD)
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> EagleDrafter:
-    trained = read_trained(settings, METHOD, progress)
-    eagle = Eagle.from_weights(trained.card.shape, trained.weights, trained.embeddings_and_head).eval()
-    eagle.to(EngineOptions.of(settings).selected_device)
-    return EagleDrafter(eagle, engine_for(eagle, settings, progress), trained.info, settings.draft_candidates)
+    eagle, info = read_trained(settings, METHOD, Eagle.from_weights, progress)
+    return EagleDrafter(eagle, engine_for(eagle, settings, progress), info, settings.draft_candidates)
 
 
 def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str], None]) -> Engine:

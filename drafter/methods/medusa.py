@@ -11,7 +11,6 @@ from drafter.draft_sampling import Ids, add_choices, next_token
 from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
 from drafter.tree_builder import TreeBuilder
-from outrider.engine.loading.options import EngineOptions
 from outrider.hidden_states.rows import decode
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import Distribution, Guess
@@ -95,7 +94,5 @@ def _draft_tree(request: DraftRequest, rows: Rows, num_places: int, ids: Ids, by
 
 @drafter(METHOD)
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> MedusaDrafter:
-    trained = read_trained(settings, METHOD, progress)
-    medusa = Medusa.from_weights(trained.card.shape, trained.weights, trained.embeddings_and_head).eval()
-    medusa.to(EngineOptions.of(settings).selected_device)
-    return MedusaDrafter(medusa, trained.info, settings.draft_candidates)
+    medusa, info = read_trained(settings, METHOD, Medusa.from_weights, progress)
+    return MedusaDrafter(medusa, info, settings.draft_candidates)
