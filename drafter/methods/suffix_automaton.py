@@ -23,8 +23,6 @@ Place = tuple[int, int]  # a state, and the length of the suffix that leads to i
 class _Transitions:
     """Transitions of all states. Most states have one: two arrays take a tenth of the memory of a dict per state."""
 
-    __slots__ = ("_many", "_only_target", "_only_token")
-
     def __init__(self) -> None:
         self._only_token = array("i")
         self._only_target = array("i")
@@ -64,19 +62,6 @@ class _Transitions:
 
 class Automaton:
     """Counting suffix automaton of one text, built token by token."""
-
-    __slots__ = (
-        "_best",
-        "_count",
-        "_followed",
-        "_last",
-        "_length",
-        "_link",
-        "_tip",
-        "_tip_length",
-        "_transitions",
-        "size",
-    )
 
     def __init__(self) -> None:
         self.size = 0  # tokens
