@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 
 from drafter.blend.accuracy import AccuracyTracker, Rate, Record
-from drafter.blend.branch import join
 from drafter.blend.round_estimate import RoundEstimate, full_acceptance_probability
 from drafter.hidden_states.earlier_states import MAX_AWAITING
 from drafter.interface import Drafter, DraftRequest, Proposer, ReadsLayers
@@ -121,6 +120,7 @@ class BlendDrafter:
         self._proposers = {name: member for name, member in members.items() if isinstance(member, Proposer)}
         self._models = [name for name in members if name not in self._proposers]
         self._state_members = [name for name, member in members.items() if member.needs_hidden_states]
+        self.needs_hidden_states = bool(self._state_members)
         self.reads_context = any(getattr(member, "reads_context", False) for member in members.values())
         self.target_width = max(getattr(member, "target_width", 0) for member in members.values())
         self.vocab_limit = min(getattr(member, "vocab_limit", MAX_IDS) for member in members.values())
@@ -149,10 +149,6 @@ class BlendDrafter:
             fingerprint=fingerprint,
             target_digest=next(iter(target_digest), ""),
         )
-
-    @property
-    def needs_hidden_states(self) -> bool:
-        return bool(self._state_members)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         sessions = [self._decide(request) for request in requests]
@@ -284,7 +280,7 @@ class BlendDrafter:
         request = session.request
         if drafted is not None and _usable(session, drafted):
             branch, missing = session.branch()
-            return join(request, drafted, branch, missing) if missing else drafted
+            return _joined(request, drafted, branch, missing) if missing else drafted
         if request.branches > 1:
             # A proposal is a chain from the committed tokens; its proposer may draft a tree instead.
             proposer = self._proposers.get(session.proposer)
@@ -312,3 +308,20 @@ def _check_same_target(members: Mapping[str, Drafter]) -> None:
 def _usable(session: _SessionState, draft: Guess) -> bool:
     """Return whether a draft has new tokens or asks for another call."""
     return bool(session.request.new_tokens(draft)) or not draft.done
+
+
+def _joined(request: DraftRequest, guess: Guess, branch: tuple[int, ...], missing: int) -> Guess:
+    """Return the model's guess, with the proposal as a branch once the model has drafted all that it may."""
+    depth = max(guess.shape.depths[len(request.open_guess.tokens) :], default=0)
+    if not guess.done and depth < request.depth and len(request.new_tokens(guess)) < request.budget - missing:
+        return guess
+    tokens, parents = list(guess.tokens), list(guess.shape.parents)
+    most = len(request.open_guess.tokens) + request.budget
+    node, known = guess.walk(branch)
+    for token in branch[known:]:
+        if len(tokens) >= most or parents.count(node) >= request.branches:
+            break
+        tokens.append(token)
+        parents.append(node)
+        node = len(tokens) - 1
+    return Guess(guess.position, 0, 0, tuple(tokens), parents=tuple(parents), done=True)
