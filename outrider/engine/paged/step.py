@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +60,7 @@ class ForwardStep:
     segments: Sequence[Segment]
     ids: list[int]
     positions: list[int]
-    outputs: list[int]  # indices of the tokens with an output, see `output_indices`
+    outputs: list[int]  # indices of the tokens with an output, see `_output_indices`
     counts: list[int]  # number of logits of each segment
     num_logits: int  # how many of `outputs`, from the first, need logits; the others need hidden states only
     input_embeddings: torch.Tensor | None = None  # [tokens, width], in place of embeddings
@@ -74,7 +74,7 @@ class ForwardStep:
             segments,
             ids=[token for segment in segments for token in segment.tokens],
             positions=[position for segment in segments for position in segment.positions],
-            outputs=output_indices(segments, {segment.start: segment.start for segment in segments}),
+            outputs=_output_indices(segments),
             counts=counts,
             num_logits=sum(counts),
             input_embeddings=torch.cat(list(inputs)) if inputs else None,
@@ -102,15 +102,14 @@ class ForwardStep:
         return StepResult(logits, self.counts, hidden_states, self.layers)
 
 
-def output_indices(segments: Sequence[Segment], first_of: Mapping[int, int]) -> list[int]:
-    """Return the indices of tokens that need logits, then of those that need states only, by segments' starts."""
+def _output_indices(segments: Sequence[Segment]) -> list[int]:
+    """Return the indices of tokens that need logits, then of those that need states only."""
     logits: list[int] = []
     hidden: list[int] = []
     for segment in segments:
-        first = first_of[segment.start]
-        logits += range(first + segment.logits_from, first + segment.count)
+        logits += range(segment.start + segment.logits_from, segment.end)
         if segment.hidden_from is not None:
-            hidden += range(first + segment.hidden_from, first + segment.logits_from)
+            hidden += range(segment.start + segment.hidden_from, segment.start + segment.logits_from)
     return logits + hidden
 
 
