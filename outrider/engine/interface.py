@@ -9,9 +9,6 @@ from typing import NamedTuple, Protocol
 import torch
 
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import TreeShape
-
-CHAIN: tuple[int, ...] = ()
 
 
 class SessionTokens(NamedTuple):
@@ -24,15 +21,11 @@ class SessionTokens(NamedTuple):
 
     session: str
     tokens: Sequence[int]
-    parents: Sequence[int] = CHAIN
+    parents: Sequence[int] = ()
     logits_from: int = 0
     hidden_from: int | None = None
     input_embeddings: torch.Tensor | None = None  # [tokens, width]
     layers: Sequence[int] = ()  # after which hidden states are needed too, from `hidden_from` on
-
-    def depths(self) -> list[int]:
-        """Return each token's distance from the end of the cached prefix; the first tokens have 0."""
-        return [depth - 1 for depth in TreeShape.of(self.parents, len(self.tokens)).depths]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from outrider.engine.interface import Engine, SessionTokens, StepResult
 from outrider.engine.wrapper import EngineWrapper
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import StartupError
+from outrider.protocol.speculation import TreeShape
 
 _SPIN_S = 0.0005  # the precision of sleep
 
@@ -48,8 +49,9 @@ class ThrottledEngine(EngineWrapper):
         blurred = []
         for new, start, logits in zip(batch, starts, result.logits, strict=True):
             noisy = logits.clone()
-            for index, depth in enumerate(new.depths()[new.logits_from :]):
-                position = start + depth
+            depths = TreeShape.of(new.parents, len(new.tokens)).depths
+            for index, depth in enumerate(depths[new.logits_from :]):
+                position = start + depth - 1
                 part = bisect_right(self._blur, position, key=lambda point: point[0])
                 amount = self._blur[part - 1][1] if part else 0.0
                 if amount:
