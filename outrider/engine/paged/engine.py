@@ -29,6 +29,8 @@ class PagedEngine(ABC):
         max_evictable = None if evictable_tokens is None else blocks_for(evictable_tokens)
         self.blocks = BlockManager(blocks_for(kv_tokens), max_evictable)
         self.capacity_tokens = self.blocks.pool.num_blocks * BLOCK_TOKENS
+        # These move no keys and values.
+        self.match_prefix, self.truncate, self.free = self.blocks.match_prefix, self.blocks.truncate, self.blocks.free
 
     @property
     def arithmetic(self) -> str:
@@ -42,9 +44,6 @@ class PagedEngine(ABC):
     def length(self, session: str) -> int:
         table = self.blocks.tables.get(session)
         return len(table.tokens) if table else 0
-
-    def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
-        return self.blocks.match_prefix(session, tokens, salt)
 
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
         step = self._schedule(batch)
@@ -67,9 +66,6 @@ class PagedEngine(ABC):
         embeddings = [new.input_embeddings for new in batch if new.input_embeddings is not None]
         return ForwardStep.of(segments, embeddings, [layer for new in batch for layer in new.layers])
 
-    def truncate(self, session: str, length: int) -> None:
-        self.blocks.truncate(session, length)
-
     def compact(self, session: str, base: int, indices: Sequence[int]) -> None:
         blocks = self.blocks.tables[session].blocks
         moved = [(base + index, base + i) for i, index in enumerate(indices) if index != i]
@@ -77,9 +73,6 @@ class PagedEngine(ABC):
             with torch.inference_mode():
                 self._copy([slot_of(blocks, old) for old, _ in moved], [slot_of(blocks, new) for _, new in moved])
         self.blocks.compact(session, base, indices)
-
-    def free(self, session: str) -> None:
-        self.blocks.free(session)
 
     @abstractmethod
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
