@@ -12,7 +12,6 @@ import structlog
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.engine.tensor_parallel import gather_weight
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo, SamplingDefaults
 from outrider.protocol.sampling_params import SamplingParams
@@ -36,7 +35,8 @@ class WeightSample:
     def of(cls, name: str, weight: torch.Tensor) -> WeightSample:
         if rows := getattr(weight, "quantized", None):
             return cls(name, tuple(weight.shape), rows.sample(sample_stride(weight.numel())).to(weight.dtype))
-        flat = gather_weight(weight.detach()).reshape(-1)
+        own = weight.detach()
+        flat = getattr(own, "full_tensor", lambda: own)().reshape(-1)  # of ranks' shares the whole, made by all ranks
         return cls(name, tuple(weight.shape), flat[:: sample_stride(flat.numel())].cpu())
 
 

@@ -8,6 +8,6 @@ communication within layers.
 
 from outrider.engine.tensor_parallel.engine import TensorParallelEngine, run_follower
 from outrider.engine.tensor_parallel.joining import join_ranks
-from outrider.engine.tensor_parallel.ranks import RankGroup, gather_weight
+from outrider.engine.tensor_parallel.ranks import RankGroup
 
-__all__ = ["RankGroup", "TensorParallelEngine", "gather_weight", "join_ranks", "run_follower"]
+__all__ = ["RankGroup", "TensorParallelEngine", "join_ranks", "run_follower"]

@@ -175,10 +175,3 @@ class RankGroup:
         log.critical("rank lost, shutting down", reason=reason)
         sys.stderr.flush()
         os._exit(1)
-
-
-def gather_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight in full. All ranks must call it for the same weight."""
-    gather = getattr(weight, "full_tensor", None)
-    full: torch.Tensor = weight if gather is None else gather()
-    return full
