@@ -80,13 +80,9 @@ class Continuations:
     """Rows of one session's logits: each follows its history and a path of guesses."""
 
     params: SamplingParams
-    history: History | None
+    history: History | None  # None without penalties
     paths: Sequence[Sequence[int]]
     allowed: npt.NDArray[np.bool_] | None = None  # by the grammar, per row  # [rows, vocab]
-
-    @property
-    def penalised(self) -> bool:
-        return self.history is not None and self.params.penalised
 
 
 def adjust(
@@ -98,12 +94,12 @@ def adjust(
 
 def adjust_all(logits: torch.Tensor, sessions: Sequence[Continuations]) -> torch.Tensor:
     """Return logits with bias, penalties and grammars, for sessions that need the same ones.  # [rows, vocab]"""
-    biased = any(session.params.logit_bias for session in sessions)
-    if biased or sessions[0].penalised:  # a logit of 100 and more would lose its differences in bfloat16
+    biased, penalised = any(each.params.logit_bias for each in sessions), sessions[0].history is not None
+    if biased or penalised:  # a logit of 100 and more would lose its differences in bfloat16
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if biased:
         logits = _biased(logits, sessions)
-    if sessions[0].penalised:
+    if penalised:
         logits = _penalised(logits, sessions)
     masks = [session.allowed for session in sessions if session.allowed is not None]
     return restrict(logits, np.concatenate(masks)) if masks else logits

@@ -34,7 +34,7 @@ class SessionSampling(NamedTuple):
     """The sampling state of a session; `allowed` are the tokens that the grammar allows at each row of the step."""
 
     params: SamplingParams
-    history: History | None
+    history: History | None  # None without penalties
     chance: RandomSource
     allowed: Masks | None = None
 
@@ -42,7 +42,7 @@ class SessionSampling(NamedTuple):
     def needs(self) -> _Needs:
         params = self.params
         cuts = None if params.greedy else cut_kind(params)
-        penalised = params.penalised and self.history is not None
+        penalised = self.history is not None
         adjusted = penalised or bool(params.logit_bias) or self.allowed is not None
         return _Needs(adjusted, penalised, self.allowed is not None, params.mode.needs_draft_probs, cuts)
 
