@@ -14,9 +14,15 @@ _OWN_DESCRIPTORS = 64  # for files, Redis and the like
 _MIB = 1024 * 1024
 MAX_MESSAGE_BYTES = 32 * _MIB  # of a client
 
-# Only bit 0, no compression. gRPC checks a message's size after inflating it, so a megabyte could become a gigabyte.
-# Other algorithms are refused when the headers arrive.
-_UNCOMPRESSED = ("grpc.compression_enabled_algorithms_bitset", 1)
+_BOTH_ENDS: list[tuple[str, Any]] = [
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # its default of a minute is the one that counts
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Only bit 0, no compression. gRPC checks a message's size after inflating it: a megabyte could become a gigabyte.
+    # Other algorithms are refused when the headers arrive.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+]
 
 
 def server_options(settings: Settings) -> list[tuple[str, Any]]:
@@ -24,10 +30,6 @@ def server_options(settings: Settings) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", settings.max_message_mib * _MIB),
         ("grpc.max_send_message_length", settings.max_message_mib * _MIB),
         ("grpc.max_concurrent_streams", settings.max_streams),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # its default of a minute is the one that counts
-        ("grpc.keepalive_permit_without_calls", 1),
         # Peers ping at our interval: the default of five minutes ends idle streams with "too many pings".
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
@@ -35,7 +37,7 @@ def server_options(settings: Settings) -> list[tuple[str, Any]]:
         ("grpc.max_allowed_incoming_connections", max_connections(settings)),
         ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.server_handshake_timeout_ms", round(1000 * settings.open_timeout_s)),
-        _UNCOMPRESSED,
+        *_BOTH_ENDS,
     ]
 
 
@@ -59,10 +61,6 @@ def channel_options(receive_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, A
     return [
         ("grpc.max_receive_message_length", receive_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # its default of a minute is the one that counts
-        ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # Reconnect to a restarted peer within a second.
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -71,5 +69,5 @@ def channel_options(receive_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, A
         ("grpc.enable_http_proxy", 0),
         # Give each channel its own connection, so that failures stay separate.
         ("grpc.use_local_subchannel_pool", 1),
-        _UNCOMPRESSED,
+        *_BOTH_ENDS,
     ]
