@@ -10,9 +10,9 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -26,9 +26,6 @@ from outrider.protocol.fleet import ModelInfo, WorkerInfo
 from outrider.protocol.speculation import FinishReason
 from outrider.security.api_keys import ApiKeys
 from outrider.v1 import coordinator_pb2 as pb
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 MAX_PAIR_BYTES = 64 * 1024
 MAX_POSITIONS = 256
@@ -61,25 +58,18 @@ class Unreadable(Conflict):
         self.reason = reason
 
 
-def _reading(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that turns every error of a reader into Unreadable."""
-
-    def decorate(read: Callable[P, T]) -> Callable[P, T]:
-        @wraps(read)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                return read(*args, **kwargs)
-            except Unreadable:
-                raise
-            except (
-                *(ArithmeticError, AttributeError, DecodeError, InvalidRequest, LookupError),
-                *(RecursionError, TypeError, ValueError, struct.error),
-            ) as error:
-                raise Unreadable(f"{what}: {type(error).__name__}: {str(error)[:100]}") from error
-
-        return guarded
-
-    return decorate
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Turn every error of a reader, which this decorates, into Unreadable."""
+    try:
+        yield
+    except Unreadable:
+        raise
+    except (
+        *(ArithmeticError, AttributeError, DecodeError, InvalidRequest, LookupError),
+        *(RecursionError, TypeError, ValueError, struct.error),
+    ) as error:
+        raise Unreadable(f"{what}: {type(error).__name__}: {str(error)[:100]}") from error
 
 
 # Workers.
