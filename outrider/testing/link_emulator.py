@@ -22,7 +22,7 @@ from typing import Annotated, Self
 import typer
 
 from outrider.base.aio import background
-from outrider.base.endpoint import allowed, split
+from outrider.base.endpoint import allowed, bracketed, split
 from outrider.protocol.errors import InvalidRequest
 
 CHUNK = 64 * 1024
@@ -94,7 +94,7 @@ class EmulatedLink:
 
     @property
     def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{bracketed(self.host)}:{self.port}"
 
     @property
     def connections(self) -> int:
@@ -213,7 +213,11 @@ class _Transfer:
         """Queue each chunk that the sender writes, with its due time, until its end."""
         data = b"-"
         while data:
-            await self._wait_for_budget()
+            await self._link.flowing.wait()
+            await self._direction.wait_for_budget()
+            while self._num_bytes > self._link.shape.window_bytes - CHUNK:
+                self._budget.clear()
+                await self._budget.wait()
             data = await self._reader.read(self._link.shape.chunk)
             self._num_bytes += len(data)
             self._in_flight.put_nowait((self._direction.reserve(len(data), self._link), data))
@@ -234,13 +238,6 @@ class _Transfer:
             await self._writer.drain()
             self._num_bytes -= len(data)
             self._budget.set()
-
-    async def _wait_for_budget(self) -> None:
-        await self._link.flowing.wait()
-        await self._direction.wait_for_budget()
-        while self._num_bytes > self._link.shape.window_bytes - CHUNK:
-            self._budget.clear()
-            await self._budget.wait()
 
 
 def main(
