@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from functools import partial
 
 from outrider.base.config import check_installed, main
 from outrider.base.openmp import use_threads
 from outrider.models.drafter_choice import AUTO, MODEL_FREE, choose_drafter
-from outrider.observability.tracing import make_tracing
 from outrider.protocol.errors import StartupError
-from outrider.runtime.serving import Service
 from outrider.settings.drafter import DrafterSettings
 
 _WITHOUT_ENGINE = MODEL_FREE | {"medusa", "mock"}
@@ -23,7 +21,11 @@ def run(settings: DrafterSettings) -> None:
     else:
         check_installed("torch", "models")
         use_threads(settings.threads)
-    serve(settings)
+    # Imported here: these modules load torch, unless it was blocked.
+    from drafter.service import prepared
+    from outrider.runtime.worker import run_worker
+
+    run_worker("drafter", settings, partial(prepared, settings))
 
 
 def select_method(settings: DrafterSettings) -> DrafterSettings:
@@ -39,20 +41,6 @@ def select_method(settings: DrafterSettings) -> DrafterSettings:
     if settings.engine != "auto" and set(settings.kind.split("+")) <= _WITHOUT_ENGINE:
         raise StartupError.of("engine", engine, "auto", f": kind {settings.kind} runs no engine")
     return settings
-
-
-def serve(settings: DrafterSettings) -> None:
-    # Imported here: these modules load torch, unless `run` has blocked it.
-    from drafter.methods.registry import make
-    from drafter.service import DrafterService
-    from outrider.runtime.worker import run_worker
-
-    def build(progress: Callable[[str], None]) -> Service:
-        tracing = make_tracing(settings.otlp_endpoint, "drafter")
-        progress(f"preparing the {settings.kind} drafter")
-        return DrafterService(make(settings, progress), settings, tracing)
-
-    run_worker("drafter", settings, build)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from drafter.methods.registry import make
-from drafter.service import DrafterService
+from drafter.service import DrafterService, prepared
 from outrider.base.config import DrafterKey, Settings, WorkerSettings
 from outrider.models.drafter_choice import choose_drafter
-from outrider.observability.tracing import make_tracing
 from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.direct import VerifierBeside
 
@@ -27,5 +25,4 @@ def build(
     own |= {"threads": max(1, (settings.threads or torch.get_num_threads()) // 2)}  # the others send what was committed
     own |= {"metrics_port": settings.metrics_port + 1} if settings.metrics_port else {}
     chosen = DrafterSettings(**own, kind=kind, model=model, target=target)
-    progress(f"preparing the {kind} drafter")
-    return DrafterService(make(chosen, progress), chosen, make_tracing(chosen.otlp_endpoint, "drafter"), verifier)
+    return prepared(chosen, progress, verifier)

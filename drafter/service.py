@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
@@ -10,13 +10,14 @@ from drafter.grammar import GrammarCursor, TargetGrammars
 from drafter.hidden_states.declaration import StateDeclaration
 from drafter.interface import Drafter
 from drafter.loop import DraftingLoop
+from drafter.methods.registry import make
 from drafter.session import DraftOpening, DraftSession
 from outrider.base.aio import Call, background, first_message
 from outrider.multiplex.server import MultiplexedHandler
 from outrider.observability.metrics import DrafterMetrics
 from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
-from outrider.observability.tracing import OFF, Tracing
+from outrider.observability.tracing import OFF, Tracing, make_tracing
 from outrider.protocol import convert, message_limits
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import Role, WorkerInfo
@@ -86,6 +87,15 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
         except OutriderError as error:
             self._loop.close(session, error)
         self._loop.close(session)
+
+
+def prepared(
+    settings: DrafterSettings, progress: Callable[[str], None], beside: VerifierBeside | None = None
+) -> DrafterService:
+    """Make a drafter from its settings, and its service."""
+    tracing = make_tracing(settings.otlp_endpoint, "drafter")
+    progress(f"preparing the {settings.kind} drafter")
+    return DrafterService(make(settings, progress), settings, tracing, beside)
 
 
 def _apply(session: DraftSession, request: pb.DraftRequest) -> None:
