@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.errors import Fenced, InvalidRequest, OutriderError, Overloaded, PeerLost
+from outrider.settings.verifier import VerifierSettings
 from outrider.speculation.grammar import GrammarMatcher
-from verifier.limits import SchedulerLimits
 from verifier.session import VerifyOpening, VerifySession
 from verifier.target import VerifyTarget
 
@@ -21,7 +21,7 @@ _RETRY_AFTER_MS = 1_000
 class Admission:
     """Running and waiting sessions. A running session has reserved all KV cache that it can come to need."""
 
-    def __init__(self, target: VerifyTarget, limits: SchedulerLimits, metrics: VerifierMetrics) -> None:
+    def __init__(self, target: VerifyTarget, limits: VerifierSettings, metrics: VerifierMetrics) -> None:
         self._target = target
         self._limits = limits
         self._metrics = metrics

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from outrider.engine import SessionTokens
 from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.protocol.speculation import Guess
+from outrider.settings.verifier import VerifierSettings
 from outrider.speculation.goodput import compared_guesses, paying_blocks
-from verifier.limits import SchedulerLimits
 from verifier.session import VerifySession
 from verifier.shares.fair_shares import FairShares
 from verifier.shares.prompt_shares import PromptShare
@@ -66,7 +66,7 @@ class ScheduledSession(NamedTuple):
 class Batching:
     """Composition of steps."""
 
-    def __init__(self, limits: SchedulerLimits, times: StepTimes, *, chain: bool = False) -> None:
+    def __init__(self, limits: VerifierSettings, times: StepTimes, *, chain: bool = False) -> None:
         self._limits = limits
         self._times = times
         self._chain = chain  # the target verifies no branches

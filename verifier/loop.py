@@ -23,13 +23,13 @@ from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost, Un
 from outrider.protocol.fleet import WorkerLoad
 from outrider.protocol.hidden_states.messages import FINAL_STATES
 from outrider.protocol.speculation import FinishReason, Guess, TokenKind, Verdict, VerifyTimings
+from outrider.settings.verifier import VerifierSettings
 from outrider.speculation.direct import TakeGuess, TakeVerdict
 from outrider.speculation.grammar import GrammarMatcher
 from outrider.speculation.tree import tallies
 from verifier.admission import Admission
 from verifier.batching import Batching, ScheduledSession
 from verifier.hidden_states.kept import KeptStates
-from verifier.limits import SchedulerLimits
 from verifier.session import Rejection, VerifyOpening, VerifySession
 from verifier.step_times import StepTimes
 from verifier.target import SessionResult, TargetFailed, VerifyStep, VerifyTarget
@@ -43,7 +43,7 @@ class VerificationLoop:
     """Verification of all sessions in shared steps."""
 
     def __init__(
-        self, target: VerifyTarget, limits: SchedulerLimits, metrics: VerifierMetrics, cost: CostCurve = UNKNOWN_COST
+        self, target: VerifyTarget, limits: VerifierSettings, metrics: VerifierMetrics, cost: CostCurve = UNKNOWN_COST
     ) -> None:
         self._target = target
         self._limits = limits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -29,7 +29,6 @@ from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
 from verifier.hidden_states.earlier_states import earlier_states
 from verifier.hidden_states.projections import ProjectionService
-from verifier.limits import SchedulerLimits
 from verifier.loop import VerificationLoop
 from verifier.session import Ended, Rejection, VerifyOpening, VerifySession
 from verifier.target import VerifyTarget
@@ -56,8 +55,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         self._tokenizer_files = {name: path.read_bytes() for name, path in tokenizer_files.items()}
         info = replace(target.info, name=settings.served_model_name or target.info.name)
         self._metrics = VerifierMetrics(info.name)
-        given = {limit.name: getattr(settings, limit.name) for limit in fields(SchedulerLimits)}
-        limits = SchedulerLimits(**given | {"kv_tokens": settings.kv_tokens or KV_TOKENS})
+        limits = settings.model_copy(update={"kv_tokens": settings.kv_tokens or KV_TOKENS})
         self.loop = VerificationLoop(target, limits, self._metrics, cost)
         self._grammars = GrammarCompiler(self._tokenizer, target.info.eos_token_ids)
         self.projections = target.projections

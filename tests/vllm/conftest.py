@@ -42,10 +42,10 @@ from outrider.observability.metrics import VerifierMetrics  # noqa: E402
 from outrider.protocol.hidden_states.messages import StateSpecs  # noqa: E402
 from outrider.protocol.sampling_params import SamplingParams  # noqa: E402
 from outrider.protocol.speculation import WHOLE, Distribution, FinishReason, Guess, Verdict  # noqa: E402
+from outrider.settings.verifier import VerifierSettings  # noqa: E402
 from outrider.speculation.grammar import GrammarCompiler  # noqa: E402
 from outrider.testing.toy_models import make_model  # noqa: E402
 from verifier.engine_target import EngineTarget  # noqa: E402
-from verifier.limits import SchedulerLimits  # noqa: E402
 from verifier.loop import VerificationLoop  # noqa: E402
 from verifier.session import Ended, Rejection, VerifyOpening  # noqa: E402
 from verifier.target import VerifyTarget  # noqa: E402
@@ -157,7 +157,7 @@ NOTHING: Drafter = lambda request: ()  # noqa: E731
 
 
 def loop_over(target: VerifyTarget, *, kv_tokens: int = 8192, max_sessions: int = 16) -> VerificationLoop:
-    limits = SchedulerLimits(
+    limits = VerifierSettings(
         max_sessions=max_sessions,
         max_waiting=128,
         kv_tokens=kv_tokens,

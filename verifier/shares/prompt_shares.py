@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.protocol.speculation import ROOT, Guess
-from verifier.limits import SchedulerLimits
+from outrider.settings.verifier import VerifierSettings
 from verifier.step_times import StepTimes
 
 _KEPT = 0.9  # of the prompts' tokens per millisecond, at least
@@ -21,7 +21,7 @@ class PromptShare:
     """The prompts of a step beside `decoding` sessions."""
 
     times: StepTimes
-    limits: SchedulerLimits
+    limits: VerifierSettings
     decoding: int
     waiting: int  # prompt tokens
 

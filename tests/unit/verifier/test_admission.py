@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from outrider.engine.mock import MockEngine
 from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.errors import Fenced, InvalidRequest, Overloaded, PeerLost
 from outrider.protocol.sampling_params import SamplingParams
+from outrider.settings.verifier import VerifierSettings
 from verifier import admission
 from verifier.admission import EPOCH_KEPT_S, Admission
 from verifier.engine_target import EngineTarget
-from verifier.limits import SchedulerLimits
 from verifier.session import Ended, VerifyOpening, VerifySession
 
-LIMITS = SchedulerLimits(
+LIMITS = VerifierSettings(
     max_sessions=2, max_waiting=1, kv_tokens=160, prefill_rows=64, prefill_stretch=1.5, guess_rows=8
 )
 
@@ -32,7 +30,7 @@ class CountingTarget(EngineTarget):
         self.freed.append(session.id)
 
 
-def made(limits: SchedulerLimits = LIMITS) -> tuple[Admission, CountingTarget]:
+def made(limits: VerifierSettings = LIMITS) -> tuple[Admission, CountingTarget]:
     target = CountingTarget()
     return Admission(target, limits, VerifierMetrics("mock")), target
 
@@ -135,7 +133,7 @@ def test_an_epoch_that_no_stream_holds_is_forgotten_in_time(monkeypatch: pytest.
     """A forged one must not block an id for ever; that of an open session holds as long as the session."""
     now = 100.0
     monkeypatch.setattr(admission.time, "monotonic", lambda: now)
-    admitted, _ = made(replace(LIMITS, max_sessions=8, kv_tokens=4096))
+    admitted, _ = made(LIMITS.model_copy(update={"max_sessions": 8, "kv_tokens": 4096}))
     held = admitted.open(opening("held", epoch=9))
     admitted.close(admitted.open(opening("left", epoch=9)))
     now += EPOCH_KEPT_S - 1

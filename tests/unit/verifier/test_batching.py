@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
@@ -11,14 +10,14 @@ from outrider.engine.mock import MockEngine
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import Distribution, Guess, TokenKind, Verdict, VerifySteering
+from outrider.settings.verifier import VerifierSettings
 from verifier.batching import Batching
-from verifier.limits import SchedulerLimits
 from verifier.session import MAX_UNREAD_VERDICTS, VerifyOpening, VerifySession
 from verifier.step_times import StepTimes
 
 NARROW = CostCurve((1, 8, 16), (25.0, 25.0, 50.0))
 FLAT = CostCurve((1, 16), (25.0, 25.0))
-LIMITS = SchedulerLimits(
+LIMITS = VerifierSettings(
     max_sessions=8, max_waiting=0, kv_tokens=4096, prefill_rows=64, prefill_stretch=1.5, guess_rows=16
 )
 CERTAIN = Distribution((7,), (65536,))
@@ -64,7 +63,7 @@ def test_no_session_of_a_key_with_many_waits_as_long_as_a_verifier_that_is_lost(
         for i, length in enumerate(lengths)
     ]
     cost = CostCurve((1, 64), (100.0, 100.0 + 63 * 12.0))
-    batching = Batching(replace(LIMITS, max_sessions=64), StepTimes(cost))
+    batching = Batching(LIMITS.model_copy(update={"max_sessions": 64}), StepTimes(cost))
     ids = itertools.count(1, 100)
     last, longest, light = dict.fromkeys(sessions[: 1 + count], 0.0), 0.0, 0
     while clock.now < 60.0:

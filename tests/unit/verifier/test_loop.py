@@ -19,14 +19,14 @@ from outrider.protocol.errors import InvalidRequest, PeerLost, Unavailable
 from outrider.protocol.hidden_states.messages import StateSpec, StateSpecs
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason, Guess, TokenKind, Verdict, VerifySteering
+from outrider.settings.verifier import VerifierSettings
 from verifier.batching import ScheduledSession
 from verifier.engine_target import EngineTarget
-from verifier.limits import SchedulerLimits
 from verifier.loop import VerificationLoop
 from verifier.session import MAX_UNREAD_REPLIES, Ended, Rejection, VerifyOpening, VerifySession
 from verifier.target import TargetFailed, VerifyStep
 
-LIMITS = SchedulerLimits(
+LIMITS = VerifierSettings(
     max_sessions=8, max_waiting=0, kv_tokens=4096, prefill_rows=64, prefill_stretch=1.5, guess_rows=8
 )
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
+from outrider.settings.verifier import VerifierSettings
 from tests.unit.verifier.test_batching import session
 from verifier.batching import Batching
-from verifier.limits import SchedulerLimits
 from verifier.session import VerifySession
 from verifier.shares.prompt_shares import PromptShare
 from verifier.step_times import StepTimes
 
 FLAT = CostCurve((1, 64, 512), (100.0, 100.0, 660.0))  # as on a GPU
 STEEP = CostCurve((1, 512), (10.0, 5120.0))  # every token costs as much as the first
-LIMITS = SchedulerLimits(
+LIMITS = VerifierSettings(
     max_sessions=64, max_waiting=0, kv_tokens=4096, prefill_rows=512, prefill_stretch=1.6, guess_rows=16
 )
 
