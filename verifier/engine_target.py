@@ -78,14 +78,15 @@ class EngineTarget:
         blocks = [batch[index].block for index in sessions]
         firsts = list(accumulate(computed.counts, initial=0))
         rows = [firsts[index] for index in sessions]
-        found = verify_batch(computed.all_logits, blocks, list(sessions.values()), rows)
-        verified = dict(zip(sessions, found, strict=True))
+        outcomes = verify_batch(computed.all_logits, blocks, list(sessions.values()), rows)
+        verified = dict(zip(sessions, outcomes, strict=True))
         sent: list[SentRows] = [{} for _ in batch]
         if any(map(len, computed.hidden_states)):
             paths = [verified[index].outcome.path if index in verified else () for index in range(len(batch))]
             kept = [KeptRows(item.states, item.kept_rows(path)) for item, path in zip(batch, paths, strict=True)]
             sent = wire_states(computed, kept, self.projections.find)
-        results = [self._session_result(item, sent[n], verified.get(n), failed.get(n)) for n, item in enumerate(batch)]
+        found: dict[int, VerifyResult | InvalidRequest] = {**verified, **failed}
+        results = [self._session_result(item, sent[n], found.get(n)) for n, item in enumerate(batch)]
         return VerifyStep(results, int((forward - started) * 1e6), int((time.perf_counter() - started) * 1e6))
 
     def _compute_mask(self, item: ScheduledSession) -> Future[Masks] | None:
@@ -96,25 +97,20 @@ class EngineTarget:
         return self._mask_threads.submit(guide.allowed, item.block.paths, self.info.vocab_size)
 
     def _session_result(
-        self,
-        item: ScheduledSession,
-        hidden_states: SentRows,
-        verified: VerifyResult | None,
-        error: InvalidRequest | None,
+        self, item: ScheduledSession, hidden_states: SentRows, found: VerifyResult | InvalidRequest | None
     ) -> SessionResult:
         session = item.session
         cache_length = session.cache_length + len(item.pending)
-        if verified is None and error is None:
+        if found is None:
             return SessionResult(None, hidden_states, cache_length)
         try:
-            if verified is None:
-                assert error is not None
-                raise error
-            complete_after = None if session.guide is None else session.guide.advance(verified.tokens)
+            if isinstance(found, InvalidRequest):
+                raise found
+            complete_after = None if session.guide is None else session.guide.advance(found.tokens)
         except InvalidRequest as failure:
             log.info("grammar failed, session ended", session=session.id, error=failure.message)
             return SessionResult(None, {}, session.cache_length, error=failure)
-        path = verified.outcome.path
+        path = found.outcome.path
         if item.block.tokens:
             self._engine.compact(session.key, session.cache_length, item.kept_rows(path))
-        return SessionResult(verified, hidden_states, cache_length + len(path), complete_after=complete_after)
+        return SessionResult(found, hidden_states, cache_length + len(path), complete_after=complete_after)
