@@ -30,7 +30,6 @@ from coordinator.sessions.session import Session, SessionContext
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.registrations import Registrations
 from coordinator.workers.target import Target
-from coordinator.workers.targets.known_targets import ModelNames
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import beside, cancel_all, critical_task
 from outrider.observability.metrics import CoordinatorMetrics
@@ -66,11 +65,9 @@ class SessionManager:
         self._pairs = PairHistoryStore(self.store)
         self.worker_pool = WorkerPool(
             fleet,
-            settings.verdict_timeout_s,
+            settings,
             # Create its counters before the first request: benchmarks read them before they start.
             on_target=lambda target: self.metrics.of(target.name),
-            mixed=settings.mixed_verifiers,
-            names=ModelNames.read(settings.served_model_name, settings.default_model, settings.alias),
         )
         self.targets = self.worker_pool.targets
         self.registrations = Registrations(self.worker_pool, self.store, settings.heartbeat_ms)

@@ -22,6 +22,7 @@ from coordinator.workers.targets.known_targets import KnownTargets, ModelNames
 from coordinator.workers.worker_connection import WorkerConnection
 from outrider.protocol.errors import ModelMismatch
 from outrider.protocol.fleet import ModelInfo, Role, SamplingDefaults, WorkerInfo
+from outrider.settings.coordinator import CoordinatorSettings
 
 log = structlog.get_logger(__name__)
 
@@ -34,23 +35,14 @@ class WorkerPool:
     """Choice among the workers that `registrations` adds."""
 
     def __init__(
-        self,
-        fleet: FleetKeys,
-        verdict_timeout_s: float,
-        on_target: Callable[[ModelInfo], object] = lambda _: None,
-        *,
-        mixed: bool = False,
-        names: ModelNames | None = None,
+        self, fleet: FleetKeys, settings: CoordinatorSettings, on_target: Callable[[ModelInfo], object] = lambda _: None
     ) -> None:
-        """Start empty; `on_target` is called with each new target, before its first session.
-
-        `mixed` accepts verifiers of the same weights whose texts may differ. `names` are further ones of targets.
-        """
+        """Start empty; `on_target` is called with each new target, before its first session."""
         self.workers = KnownWorkers(fleet)
         self.shunned = ShunnedWorkers()
-        self._verdict_timeout_s = verdict_timeout_s
-        self.targets = KnownTargets(names)
-        self.compatibility = Compatibility(fleet, self.targets, self.verifiers, mixed=mixed)
+        self._verdict_timeout_s = settings.verdict_timeout_s
+        self.targets = KnownTargets(ModelNames.read(settings.served_model_name, settings.default_model, settings.alias))
+        self.compatibility = Compatibility(fleet, self.targets, self.verifiers, mixed=settings.mixed_verifiers)
         self._on_target = on_target
 
     @property

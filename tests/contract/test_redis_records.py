@@ -32,6 +32,7 @@ from outrider.protocol.speculation import FinishReason, TokenKind, TokenLogprobs
 from outrider.runtime.embedded_redis import embedded_redis
 from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import ROOT, Cluster, Redis, ask, client, failure, generate, until
@@ -319,7 +320,7 @@ async def test_a_redis_that_refuses_writes_tells_of_no_worker_that_has_left() ->
     info = WorkerInfo("w", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
     with embedded_redis() as url, redis.Redis.from_url(url) as there:
         store = Store(url, "mine", 60)
-        registrations = Registrations(WorkerPool(FleetKeys(), 10.0), store, 500)
+        registrations = Registrations(WorkerPool(FleetKeys(), CoordinatorSettings()), store, 500)
         workers = registrations.worker_pool.workers
         await store.put_worker(info, 60_000)
         await registrations.synchronise()

@@ -43,6 +43,7 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import TokenKind, Verdict, VerifySteering, VerifyTimings
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.speculation.tree import GuessTree
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
@@ -355,7 +356,7 @@ async def test_a_full_drafter_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_a_drafter_whose_guesses_a_verifier_refuses_serves_the_sessions_of_others() -> None:
     """The verifier may refuse what is valid, and must not take the drafter from all sessions."""
-    session, pool = Session(drafters=0), WorkerPool(FleetKeys(), 10.0)
+    session, pool = Session(drafters=0), WorkerPool(FleetKeys(), CoordinatorSettings())
     worker = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", MODEL)
     session.drafter.connection = drafter = await pool.workers.put(worker)
     session.drafter._call = SimpleNamespace(cancel=lambda: None)

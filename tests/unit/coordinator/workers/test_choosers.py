@@ -20,6 +20,7 @@ from coordinator.workers.worker_pool import POLL_S, WorkerPool
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol.errors import InvalidRequest, OutriderError, Overloaded, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.toy_models import byte_tokenizer
 
 BEFORE = ModelInfo("target", "before", weights_digest="w")
@@ -28,7 +29,7 @@ NOW = ModelInfo("target", "now", weights_digest="w")
 
 async def test_a_session_does_not_move_to_another_target() -> None:
     """The last verifier of its target has left, and one of another has come: it is no violation of that one's."""
-    pool = WorkerPool(FleetKeys(), 10.0)
+    pool = WorkerPool(FleetKeys(), CoordinatorSettings())
     await pool.workers.put(WorkerInfo("new", Role.VERIFIER, "127.0.0.1:1", NOW))
     session = VerifierChooser(pool, 0.0, BEFORE.text_id)
     assert session.available() is None
@@ -44,14 +45,14 @@ async def test_a_session_does_not_move_to_another_target() -> None:
 
 
 async def test_mixed_verifiers_have_their_weights_in_common() -> None:
-    pool = WorkerPool(FleetKeys(), 10.0, mixed=True)
+    pool = WorkerPool(FleetKeys(), CoordinatorSettings(mixed_verifiers=True))
     known = await pool.workers.put(WorkerInfo("new", Role.VERIFIER, "127.0.0.1:1", NOW))
     assert VerifierChooser(pool, 0.0, "w").available() is known
     await pool.workers.close()
 
 
 async def test_a_session_prefers_the_drafter_in_its_verifiers_process() -> None:
-    pool = WorkerPool(FleetKeys(), 10.0)
+    pool = WorkerPool(FleetKeys(), CoordinatorSettings())
     made = ModelInfo("drafter", "d")
     others = [await pool.workers.put(WorkerInfo(f"d{i}", Role.DRAFTER, f"127.0.0.1:{i}", made)) for i in (1, 2, 3)]
     for own in others:
@@ -63,7 +64,7 @@ async def test_a_session_prefers_the_drafter_in_its_verifiers_process() -> None:
 
 async def test_sessions_wait_for_a_first_drafter_without_asking_again() -> None:
     """A drafter that is known is asked for again and again: its backoff ends without an event."""
-    pool, asked = WorkerPool(FleetKeys(), 10.0), []
+    pool, asked = WorkerPool(FleetKeys(), CoordinatorSettings()), []
 
     def asks(drafter: WorkerInfo) -> bool:
         asked.append(drafter.worker_id)
@@ -94,7 +95,7 @@ async def test_sessions_wait_for_a_first_drafter_without_asking_again() -> None:
 )
 async def test_what_a_drafters_loss_means_for_others(error: OutriderError, serves_this: bool, failures: int) -> None:
     """A session that a drafter refuses is that session's fault, and a full one has not failed."""
-    pool = WorkerPool(FleetKeys(), 10.0)
+    pool = WorkerPool(FleetKeys(), CoordinatorSettings())
     drafter = await pool.workers.put(WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("drafter", "d")))
     session = DrafterChooser(pool, NOW, "", lambda _: True)
     session.record_loss(drafter, error)
@@ -106,7 +107,7 @@ async def test_what_a_drafters_loss_means_for_others(error: OutriderError, serve
 
 
 async def test_a_full_drafter_is_not_asked() -> None:
-    pool = WorkerPool(FleetKeys(), 10.0)
+    pool = WorkerPool(FleetKeys(), CoordinatorSettings())
     busy = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("drafter", "d"), capacity=2, load=WorkerLoad(2))
     drafter = await pool.workers.put(busy)
     assert not DrafterChooser(pool, NOW, "", lambda _: True)._fits(drafter)
@@ -117,7 +118,7 @@ async def test_a_full_drafter_is_not_asked() -> None:
 
 async def test_a_verifier_that_failed_rests_and_a_silent_one_is_the_last_choice() -> None:
     """Otherwise a session meets it again at once, until it has lost as many verifiers as it may."""
-    pool = WorkerPool(FleetKeys(), 10.0)
+    pool = WorkerPool(FleetKeys(), CoordinatorSettings())
     one, other = [await pool.workers.put(WorkerInfo(w, Role.VERIFIER, f"127.0.0.1:{w}", NOW)) for w in "12"]
     session = VerifierChooser(pool, 0.0, NOW.text_id)
     one.silent_s = SILENT_S
@@ -132,7 +133,7 @@ async def test_a_verifier_that_failed_rests_and_a_silent_one_is_the_last_choice(
 
 
 async def test_a_model_is_free_again_when_its_drafter_has_left_the_session() -> None:
-    pool = WorkerPool(FleetKeys(), 10.0)
+    pool = WorkerPool(FleetKeys(), CoordinatorSettings())
     drafter = await pool.workers.put(WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("drafter", "d")))
     session = DrafterChooser(pool, NOW, "", lambda _: True)
     with session.in_use(drafter):
@@ -143,7 +144,7 @@ async def test_a_model_is_free_again_when_its_drafter_has_left_the_session() -> 
 
 async def test_a_verifier_that_does_not_answer_is_not_shown_as_usable() -> None:
     """It may hang for good with its connections open: no alert told that there was no other."""
-    metrics, pool = CoordinatorMetrics(Mode), WorkerPool(FleetKeys(), 10.0)
+    metrics, pool = CoordinatorMetrics(Mode), WorkerPool(FleetKeys(), CoordinatorSettings())
     metrics.workers.source = lambda: _workers(pool)
     verifier = await pool.workers.put(WorkerInfo("v", Role.VERIFIER, "127.0.0.1:1", NOW))
 
@@ -158,7 +159,7 @@ async def test_a_verifier_that_does_not_answer_is_not_shown_as_usable() -> None:
 
 async def test_a_target_too_many_is_refused_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_targets, "MAX_TARGETS", 1)
-    pool, nothing = WorkerPool(FleetKeys(), 10.0), cast(Any, None)
+    pool, nothing = WorkerPool(FleetKeys(), CoordinatorSettings()), cast(Any, None)
     pool.targets.add(Target(BEFORE, byte_tokenizer(), nothing, nothing, identity=BEFORE.text_id), pool.verifiers)
     await pool.workers.put(WorkerInfo("old", Role.VERIFIER, "127.0.0.1:1", BEFORE))
     with pytest.raises(Overloaded, match="1 targets"):

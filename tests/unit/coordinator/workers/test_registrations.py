@@ -23,6 +23,7 @@ from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import cancel_all, until
 from outrider.protocol.errors import Conflict, ModelMismatch, OutriderError, Overloaded, Unavailable
 from outrider.protocol.fleet import ModelInfo, Role, SamplingDefaults, WorkerInfo, WorkerLoad
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.toy_models import byte_tokenizer
 
 DRAFTER = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
@@ -64,7 +65,7 @@ def store() -> SlowStore:
 @pytest.fixture
 async def registrations(store: SlowStore) -> AsyncIterator[Registrations]:
     """With a store that is asked, and whose answer comes when the test lets it."""
-    made = Registrations(WorkerPool(FleetKeys(), 10.0), cast(Store, store), 500)
+    made = Registrations(WorkerPool(FleetKeys(), CoordinatorSettings()), cast(Store, store), 500)
     yield made
     await made.worker_pool.workers.close()
 
