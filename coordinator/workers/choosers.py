@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from coordinator.persistence.session_record import SessionRecord
@@ -36,37 +36,29 @@ class NoVerifier(Unavailable):
     """Error for a session that found no verifier in time; a further attempt would not help."""
 
 
+@dataclass(eq=False)
 class VerifierChooser:
     """Choice of verifiers for one session: those of its target, none that rejected it or sent invalid replies."""
 
-    def __init__(
-        self,
-        worker_pool: WorkerPool,
-        wait_s: float,
-        target: str,
-        prompt: PromptPrefix | None = None,
-        ends: tuple[int, ...] | None = None,
-    ) -> None:
-        """Set how long to wait for a verifier; `target` is the identity of the session's, with its end tokens."""
-        self.prompt = prompt or PromptPrefix(())
-        self._worker_pool = worker_pool
-        self._target = target
-        self._ends = ends
-        self._wait_s = wait_s
-        self._excluded: set[str] = set()
+    worker_pool: WorkerPool
+    wait_s: float  # for a verifier
+    target: str  # the identity of the session's
+    prompt: PromptPrefix = field(default_factory=lambda: PromptPrefix(()))
+    ends: tuple[int, ...] | None = None  # the end tokens of the session's target
+    _excluded: set[str] = field(default_factory=set)
 
     async def wait_for(self, prefer: str) -> WorkerConnection:
         """Return a verifier, if possible the one with the id `prefer`: its prefix cache may still match the prompt."""
-        connection = await self._worker_pool.wait_for(self._wait_s, lambda: self.available(prefer), Role.VERIFIER)
+        connection = await self.worker_pool.wait_for(self.wait_s, lambda: self.available(prefer), Role.VERIFIER)
         if connection is None:
             excluded = f"; this session has excluded {len(self._excluded)}" if self._excluded else ""
-            raise NoVerifier(f"no verifier has been available for {self._wait_s:g} s{excluded}", retry_after_ms=5000)
+            raise NoVerifier(f"no verifier has been available for {self.wait_s:g} s{excluded}", retry_after_ms=5000)
         connection.prefixes.record(self.prompt, connection.info.load.kv_tokens_total)
         return connection
 
     def available(self, prefer: str = "") -> WorkerConnection | None:
         """Return an available verifier that is not excluded."""
-        return self._worker_pool.choose(Role.VERIFIER, self._fits, prefer, partial(with_prefix, self.prompt))
+        return self.worker_pool.choose(Role.VERIFIER, self._fits, prefer, partial(with_prefix, self.prompt))
 
     def move(self, record: SessionRecord) -> bool:
         """Choose a verifier where the session would run at once, and count it there until that one's next report."""
@@ -81,7 +73,7 @@ class VerifierChooser:
         """Record a verifier's failure and return the error that it means for the session."""
         if isinstance(error, ProtocolViolation):
             self._excluded.add(connection.info.worker_id)
-            self._worker_pool.shunned.report(connection.info, error.message)
+            self.worker_pool.shunned.report(connection.info, error.message)
         elif isinstance(error, PeerLost | Unavailable | Expired):
             connection.record_failure()
         elif not isinstance(error, Fenced):
@@ -93,8 +85,8 @@ class VerifierChooser:
     def _fits(self, connection: WorkerConnection) -> bool:
         """Return whether a verifier may continue the session: after the last of its target, others may have come."""
         model = connection.info.model
-        same = self._worker_pool.compatibility.identity(model) == self._target
-        ends_alike = self._ends in (None, model.eos_token_ids)
+        same = self.worker_pool.compatibility.identity(model) == self.target
+        ends_alike = self.ends in (None, model.eos_token_ids)
         return same and ends_alike and connection.info.worker_id not in self._excluded
 
 

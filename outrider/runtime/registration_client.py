@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -30,26 +31,19 @@ _MIN_HEARTBEAT_MS = 50  # as of the coordinator's setting
 _VOCABULARY_CHUNK = 8192
 
 
+@dataclass(eq=False)
 class RegistrationClient:
     """Client that keeps a worker registered with one of `coordinators`, trying them in turn."""
 
-    def __init__(
-        self,
-        coordinators: list[str],
-        describe: Callable[[], WorkerInfo],
-        vocabulary: Vocabulary | None,
-        access: Callable[[], Channels] = lambda: PLAIN,
-    ) -> None:
-        """Make a client; `access` is called before each attempt, because keys and certificates change."""
-        self._coordinators = coordinators
-        self._describe = describe
-        self._vocabulary = vocabulary
-        self._access = access
-        self.changed = asyncio.Event()  # sends the worker's state now instead of with the next heartbeat
-        self._last_errors: dict[str, str] = {}  # by coordinator
+    coordinators: list[str]
+    describe: Callable[[], WorkerInfo]
+    vocabulary: Vocabulary | None
+    access: Callable[[], Channels] = lambda: PLAIN  # called before each attempt: keys and certificates change
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # sends the worker's state before the next heartbeat
+    _last_errors: dict[str, str] = field(default_factory=dict)  # by coordinator
 
     async def run(self) -> None:
-        for address in itertools.cycle(self._coordinators):
+        for address in itertools.cycle(self.coordinators):
             try:
                 await self._report_to(address)
             except grpc.aio.AioRpcError as lost:
@@ -64,7 +58,7 @@ class RegistrationClient:
             await asyncio.sleep(RETRY_S)
 
     async def _report_to(self, address: str) -> None:
-        async with self._access().aio_channel(address) as channel:
+        async with self.access().aio_channel(address) as channel:
             call: Any = rpc.RegistryStub(channel).Register()  # type: ignore[call-arg]
             heartbeat: asyncio.Task[None] | None = None
             try:
@@ -96,10 +90,10 @@ class RegistrationClient:
             await call.write(self._worker())
 
     def _worker(self) -> pb.RegisterRequest:
-        return pb.RegisterRequest(worker=convert.worker_to_proto(self._describe()))
+        return pb.RegisterRequest(worker=convert.worker_to_proto(self.describe()))
 
     async def _vocabulary_chunks(self) -> AsyncIterator[pb.RegisterRequest]:
-        tokens = self._vocabulary.tokens if self._vocabulary else ()
+        tokens = self.vocabulary.tokens if self.vocabulary else ()
         for first in range(0, max(1, len(tokens)), _VOCABULARY_CHUNK):
             part = [token.encode("utf-8", "surrogatepass") for token in tokens[first : first + _VOCABULARY_CHUNK]]
             vocabulary = pb.Vocabulary(first_id=first, tokens=part, last=first + len(part) >= len(tokens))
