@@ -175,33 +175,18 @@ def ragged_attention(
 
     for part in step.parts:
         out[0, part.segment.start : part.segment.end] = attend(part, *step.store.read(layer, part.slots))
-    masked = [part for part in step.parts if part.mask(rule) is not None]
+    masked = [(part, mask) for part in step.parts if (mask := part.mask(rule)) is not None]
     if masked and not bool(out.isfinite().all()):
-        for part in masked:
-            _exclude_not_finite(
-                out[0, part.segment.start : part.segment.end], part, rule, attend, *step.store.read(layer, part.slots)
-            )
+        # A masked key has weight 0, and 0 · NaN is NaN. Tokens whose keys or values are not finite count as zeros for
+        # tokens that do not attend to them; those that do are NaN.
+        for part, mask in masked:
+            keys, values = step.store.read(layer, part.slots)
+            bad = ~(keys.isfinite().all(dim=2) & values.isfinite().all(dim=2)).all(dim=0)  # [tokens]
+            if bool(bad.any()):
+                attended = attend(part, keys.masked_fill(bad[:, None], 0), values.masked_fill(bad[:, None], 0))
+                attended[(mask & bad).any(dim=1)] = float("nan")
+                out[0, part.segment.start : part.segment.end] = attended
     return out, None
-
-
-def _exclude_not_finite(
-    out: torch.Tensor,
-    part: AttentionSegment,
-    rule: Rule,
-    attend: Callable[[AttentionSegment, torch.Tensor, torch.Tensor], torch.Tensor],
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    """Compute a part again without its tokens whose keys or values are not finite.
-
-    A masked key has weight 0, and 0 · NaN is NaN. They count as zeros for tokens that do not attend to them, else NaN.
-    """
-    mask = part.mask(rule)
-    bad = ~(keys.isfinite().all(dim=2) & values.isfinite().all(dim=2)).all(dim=0)  # [tokens]
-    if mask is None or not bool(bad.any()):
-        return
-    out[:] = attend(part, keys.masked_fill(bad[:, None], 0), values.masked_fill(bad[:, None], 0))
-    out[(mask & bad).any(dim=1)] = float("nan")
 
 
 def _explicit(
