@@ -136,18 +136,17 @@ class RequestStats:
         reason = ended if error is None else error.code
         self._metrics.hidden_bytes.inc(self.hidden_bytes)
         if record.finished and error is None:
-            after_first = self._sums["tokens"] - self._sums["tokens_at_first"]
-            self._metrics.record_finished(
-                reason,
-                seconds=seconds,
-                prompt=len(record.request.prompt),
-                output=len(record.tokens),
-                per_token_s=(self._last_token - (self._first_token or 0.0)) / after_first if after_first else None,
-                bytes_per=self._sums["wire_bytes"] / accepted if accepted else None,
-            )
+            self._metrics.count_ended(reason)
+            self._metrics.whole.observe(seconds)
+            self._metrics.prompt.observe(len(record.request.prompt))
+            self._metrics.output.observe(len(record.tokens))
+            if after_first := self._sums["tokens"] - self._sums["tokens_at_first"]:
+                self._metrics.per_token.observe((self._last_token - (self._first_token or 0.0)) / after_first)
+            if accepted:
+                self._metrics.bytes_per_accepted.observe(self._sums["wire_bytes"] / accepted)
         else:
             moves = self.moves or isinstance(error, Fenced)
-            self._metrics.record_unfinished("" if error is None or moves else error.code)
+            self._metrics.count_ended(ABANDONED, "" if error is None or moves else error.code)
         self.span.set(
             {
                 "gen_ai.usage.output_tokens": len(record.tokens),

@@ -205,6 +205,11 @@ class TargetMetrics:
         self.failovers = metrics.failovers.labels(model)
         self.drafter_losses = metrics.drafter_losses.labels(model)
         self.hidden_bytes = metrics.hidden_bytes.labels(model)
+        self.whole = metrics.whole.labels(model)
+        self.prompt = metrics.prompt.labels(model)
+        self.output = metrics.output.labels(model)
+        self.per_token = metrics.per_token.labels(model)
+        self.bytes_per_accepted = metrics.bytes_per_accepted.labels(model)
         self._generation_tokens = metrics.generation_tokens.labels(model)
         self._drafts = metrics.drafts.labels(model)
         self._draft_tokens = metrics.draft_tokens.labels(model)
@@ -217,8 +222,6 @@ class TargetMetrics:
             metrics.success.labels(model, reason)
         for code in KINDS:
             metrics.failed.labels(model, code)
-        for histogram in (metrics.per_token, metrics.whole, metrics.prompt, metrics.output, metrics.bytes_per_accepted):
-            histogram.labels(model)
 
     def drafter(self, kind: str) -> DrafterKind:
         kind = kind if kind in self._drafters or len(self._drafters) < _MOST_KINDS else "other"  # drafters name it
@@ -241,30 +244,10 @@ class TargetMetrics:
             self._offered_lengths[verdict.proposed] += 1
             self._accepted_lengths[verdict.accepted] += 1
 
-    def record_finished(
-        self,
-        reason: str,
-        *,
-        seconds: float,
-        prompt: int,
-        output: int,
-        per_token_s: float | None,
-        bytes_per: float | None,
-    ) -> None:
-        """Record a finished request; `bytes_per` are those of guesses per accepted token."""
-        self._metrics.success.labels(self._model, reason).inc()
-        self._metrics.whole.labels(self._model).observe(seconds)
-        self._metrics.prompt.labels(self._model).observe(prompt)
-        self._metrics.output.labels(self._model).observe(output)
-        if per_token_s is not None:
-            self._metrics.per_token.labels(self._model).observe(per_token_s)
-        if bytes_per is not None:
-            self._metrics.bytes_per_accepted.labels(self._model).observe(bytes_per)
-
-    def record_unfinished(self, code: str = "") -> None:
-        """Record a request that ended unfinished: by an error, or to be resumed."""
+    def count_ended(self, reason: str, code: str = "") -> None:
+        """Count a request that has ended: by an error of this code, or for this reason."""
         ended = self._metrics.failed if code else self._metrics.success
-        ended.labels(self._model, code or ABANDONED).inc()
+        ended.labels(self._model, code or reason).inc()
 
 
 class VerifierMetrics(Metrics):
