@@ -147,7 +147,8 @@ class DraftingLoop:
         self._step_ms.add(spent_s * 1000)
         if len(self._sessions) > FEW:
             self._shares.measure(requests, guesses, spent_s)
-        tokens = sum(map(len, map(DraftRequest.new_tokens, requests.values(), guesses)))
-        self._metrics.record_step(sessions=len(requests), tokens=tokens, seconds=spent_s)
+        self._metrics.step_s.observe(spent_s)
+        self._metrics.batch.observe(len(requests))
+        self._metrics.guessed.inc(sum(map(len, map(DraftRequest.new_tokens, requests.values(), guesses))))
         for session, guess in zip(requests, guesses, strict=True):
             session.add_guess(guess, int(spent_s * 1e6))

@@ -172,8 +172,10 @@ class VerificationLoop:
         """Record a step, commit its tokens and send its verdicts."""
         num_tokens = sum(item.num_tokens for item in batch)
         self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
-        times = {"forward_us": step.forward_us, "step_us": step.step_us}
-        self._metrics.record_step(sessions=len(batch), tokens=num_tokens, **times)
+        self._metrics.step_s.observe(step.step_us / 1e6)
+        self._metrics.forward_s.observe(step.forward_us / 1e6)
+        self._metrics.batch.observe(len(batch))
+        self._metrics.tokens.observe(num_tokens)
         self._batching.record(batch, step.step_us / 1000)
         verified = [result.verified for result in step.results if result.verified is not None]
         num_committed = sum(len(each.tokens) for each in verified)

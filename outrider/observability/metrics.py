@@ -272,12 +272,6 @@ class VerifierMetrics(Metrics):
         self.tokens = histogram("verifier_step_rows", "Tokens of a step's batch.", _STEP_TOKENS)
         self.guesses_refused = counter("verifier_guesses_refused", "Guesses and steering messages rejected.")
 
-    def record_step(self, *, sessions: int, tokens: int, forward_us: int, step_us: int) -> None:
-        self.step_s.observe(step_us / 1e6)
-        self.forward_s.observe(forward_us / 1e6)
-        self.batch.observe(sessions)
-        self.tokens.observe(tokens)
-
 
 class DrafterMetrics(Metrics):
     def __init__(self, model: str, kind: str) -> None:
@@ -286,8 +280,3 @@ class DrafterMetrics(Metrics):
         self.step_s = self._histogram("drafter_step_seconds", "Time of a step for the sessions it takes.", _STEP_S)
         self.batch = self._histogram("drafter_batch_sessions", "Sessions that shared a step.", _SESSIONS)
         self.guessed = self._counter("drafter_guessed_tokens", "Tokens guessed, sent or not.")
-
-    def record_step(self, *, sessions: int, tokens: int, seconds: float) -> None:
-        self.step_s.observe(seconds)
-        self.batch.observe(sessions)
-        self.guessed.inc(tokens)

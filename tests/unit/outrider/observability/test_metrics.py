@@ -167,7 +167,7 @@ def test_step_times_of_drafters_without_a_model_are_told_apart() -> None:
     """Steps of `ngram` and `suffix` take 0.1 to 0.3 ms; in one bucket, every quantile of them is its middle."""
     metrics = DrafterMetrics("draft", "ngram")
     for seconds in (0.00012, 0.0003):
-        metrics.record_step(sessions=1, tokens=4, seconds=seconds)
+        metrics.step_s.observe(seconds)
     counts = [
         value(metrics, "drafter_step_seconds_bucket", model_name="draft", kind="ngram", le=le)
         for le in ("0.0001", "0.0002", "0.0005")
