@@ -13,7 +13,7 @@ from outrider.protocol.checks import MAX_ID_CHARACTERS, MAX_SALT_CHARACTERS, che
 from outrider.protocol.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_STOP_STRINGS
 
 OTHER = 256
-# Characters of a text, bytes of binary data. None: its reader has its own limit, in bytes.
+# Characters of a text, bytes of binary data.
 LONGEST: dict[str, int | None] = {
     "address": 255 + 6,  # a host name and a port
     "cache_salt": MAX_SALT_CHARACTERS,
@@ -29,14 +29,9 @@ LONGEST: dict[str, int | None] = {
     "stop": MAX_STOP_CHARACTERS,
     "tokens": 4096,  # the bytes of one entry of a vocabulary
     "worker_id": MAX_ID_CHARACTERS,
-    "content": None,
-    "json_schema": None,
-    "lark": None,
-    "payload": None,
-    "prompt": None,
-    "regex": None,
-    "rows": None,
 }
+# None: their readers have limits of their own, in bytes.
+LONGEST |= dict.fromkeys(("content", "json_schema", "lark", "payload", "prompt", "regex", "rows"))
 # Entries of a list: a megabyte holds a million empty ones. Lists of texts and of messages with texts have the limit
 # OTHER_MOST; the readers of other tokens and of guesses bound those lists.
 MOST = {"eos_token_ids": 256, "rows": 1024, "headers": 16, "ms": 1024, "layers": 16, "specs": 64, "messages": 1000}
