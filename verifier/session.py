@@ -9,21 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from outrider.protocol.checks import MAX_EPOCH, check_count, check_salt, check_tokens
+from outrider.protocol.checks import MAX_EPOCH, check_salt, check_tokens
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.earlier_states import EarlierStates
 from outrider.protocol.hidden_states.messages import StateSpec
-from outrider.protocol.speculation import (
-    MAX_GAMMA,
-    MAX_NODES,
-    FinishReason,
-    Guess,
-    SessionOpening,
-    Verdict,
-    VerifySteering,
-    joined,
-)
+from outrider.protocol.speculation import FinishReason, Guess, SessionOpening, Verdict, VerifySteering, joined
 from outrider.speculation.acceptance import RandomSource, SeededNoise
 from outrider.speculation.direct import TakeVerdict
 from outrider.speculation.goodput import new_pace
@@ -92,8 +83,7 @@ class VerifySession:
         self.committed = list(opening.tokens)
         self.hidden_states = HiddenStateBuffer(opening.hidden_states, opening.cache_salt, self.committed)
         self.outbox: asyncio.Queue[Verdict | Rejection | EarlierStates | Ended] = asyncio.Queue()
-        single = self.params.mode.needs_draft_probs
-        self.tree = GuessTree(self.committed, single=single, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA)
+        self.tree = GuessTree(self.committed, single=self.params.mode.needs_draft_probs)
         assert self.params.seed is not None
         self.chance: RandomSource = SeededNoise(self.params.seed)
         own = (self.committed, self.prompt_length, model.vocab_size, device)
@@ -150,7 +140,6 @@ class VerifySession:
 
     def add_guess(self, guess: Guess) -> None:
         """Check a guess and add it to the tree; raise InvalidRequest if it is invalid."""
-        check_count("guess.tokens", len(guess.tokens), MAX_GAMMA, "tokens")
         check_tokens("guess.tokens", guess.tokens, self._vocab_size)
         wanted = len(guess.tokens) if self.params.mode.needs_draft_probs else 0
         if len(guess.draft_probs) != wanted:

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.speculation import ROOT, Distribution, Guess, SourceTally
+from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, ROOT, Distribution, Guess, SourceTally
 
 NodeKey = tuple[int, int]
 
@@ -84,7 +84,9 @@ class GuessTree:
     among drawn tokens by value would bias the text. What others have drawn waits for the case that the first one fails.
     """
 
-    def __init__(self, committed: Sequence[int], *, single: bool, max_nodes: int, max_ahead: int) -> None:
+    def __init__(
+        self, committed: Sequence[int], *, single: bool, max_nodes: int = MAX_NODES, max_ahead: int = MAX_GAMMA
+    ) -> None:
         self._committed = committed
         self._breadth = 1 if single else None
         self._max_nodes = max_nodes

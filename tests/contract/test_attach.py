@@ -26,7 +26,6 @@ from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import (
     MAX_GAMMA,
-    MAX_NODES,
     TokenKind,
     Verdict,
     VerifySteering,
@@ -73,7 +72,7 @@ class Engine:
     def __init__(self, call: Any) -> None:
         self.call = call
         self.committed = list(PROMPT)
-        self.tree = GuessTree(self.committed, single=False, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA)
+        self.tree = GuessTree(self.committed, single=False)
         self.steering = VerifySteering()
         self.proposed = self.accepted = 0
 

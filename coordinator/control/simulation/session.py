@@ -66,7 +66,7 @@ class SimulatedSession:
         self.plans: list[tuple[float, SpeculationPlan]] = []  # each change, with its time in ms
         self.proposed: list[tuple[float, int]] = []  # each step: time in ms, length of the checked path
         self.committed: list[int] = []
-        self.tree = GuessTree(self.committed, single=False, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA)
+        self.tree = GuessTree(self.committed, single=False)
         self.pace = new_pace()
         self._idle_since = 0.0
         self._drafter = SimulatedDrafter(self._world, self._receive)

@@ -12,7 +12,7 @@ from outrider.protocol import convert, message_limits
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, NO_GUESS, TokenKind, Verdict, VerifyTimings
+from outrider.protocol.speculation import NO_GUESS, TokenKind, Verdict, VerifyTimings
 from outrider.speculation.tree import GuessTree, tallies
 from outrider.v1 import verifier_pb2 as verify
 
@@ -122,7 +122,7 @@ class AttachedRequest:
     def _begin(self, stream: int) -> None:
         self.stream = stream
         self.speculates = False  # the coordinator awaits each verdict
-        self._tree = GuessTree(self._tokens, single=False, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA)
+        self._tree = GuessTree(self._tokens, single=False)
         self._block = NO_GUESS
         self._max_guesses: int = 0
         self._gamma, self._wait_s, self._verdict_at, self._heard_at = 0, 0.0, 0.0, 0.0
