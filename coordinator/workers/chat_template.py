@@ -55,12 +55,6 @@ class Chat:
                 left += [*value, *value.values()] if isinstance(value, Mapping) else value
 
 
-def in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message with its text as a list of parts."""
-    text = message.get("content")
-    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
-
-
 def cut_control(chat: Chat, control: re.Pattern[str] | None) -> tuple[Chat, str]:
     """Return a chat with the control tokens in its texts cut in two, and the mark of these cuts, if there are any."""
     if control is None or not any(control.search(text) for text in chat.texts()):

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from coordinator.workers.chat_template import Chat, control_tokens, cut_control, in_parts
+from coordinator.workers.chat_template import Chat, control_tokens, cut_control
 from coordinator.workers.grammar_trial import GrammarTrial
-from outrider.models.tokenizer import load_tokenizer, tokenizer_json, write_file
+from outrider.models.tokenizer import PROBE, in_parts, load_tokenizer, tokenizer_json, wants_parts, write_file
 from outrider.protocol.checks import check_count
 from outrider.protocol.errors import InvalidRequest, shorten
 from outrider.protocol.fleet import ModelInfo
@@ -36,12 +36,11 @@ MAX_TOKENIZER_BYTES = 128 * 1024 * 1024  # the largest known are around 40 MB
 _CHUNK_COST = 1024  # counted per chunk, so that empty chunks are limited too
 VOCABULARIES: WeakValueDictionary[str, Vocabulary] = WeakValueDictionary()  # of the targets, by digest
 _READING = ThreadPoolExecutor(2, "tokenizers")  # requests have others, which no verifier's tokenizers hold up
-_PROBE = {"role": "user", "content": "outrider"}
 _FIELD = {"type": "object", "properties": {"word": {"type": "string"}}}
 _TOOL = {"type": "function", "function": {"name": "note", "description": "Note a word.", "parameters": _FIELD}}
 _CALL = {"id": "outrider1", "type": "function", "function": {"name": "note", "arguments": {"word": "outrun"}}}
 _CALLED: Sequence[Mapping[str, object]] = [
-    _PROBE,
+    PROBE,
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "tool_call_id": "outrider1", "content": "Noted."},
 ]
@@ -110,12 +109,7 @@ class Target:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Return whether the chat template loses contents that are texts, as those of many models that see images."""
-        for message in (_PROBE, in_parts(_PROBE)):
-            with contextlib.suppress(Exception):  # templates are programs and may raise anything
-                if _PROBE["content"] in str(self.tokenizer.apply_chat_template([message], tokenize=False)):
-                    return message is not _PROBE
-        return False
+        return wants_parts(self.tokenizer)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token, which need not be valid text by themselves.

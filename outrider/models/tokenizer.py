@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from outrider.protocol.errors import InvalidRequest
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # Only plain data files are sent, never code.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 _OTHERS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+PROBE = {"role": "user", "content": "outrider"}
 FILES = frozenset({*_VOCABULARIES, *_OTHERS})
 
 
@@ -51,6 +53,21 @@ def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             apart = Path(transformers.utils.cached_file(str(name), "chat_template.json"))
             tokenizer.chat_template = json.loads(apart.read_text(encoding="utf-8"))["chat_template"]
     return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its text as a list of parts."""
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
+
+
+def wants_parts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template loses contents that are texts, as those of many models that see images."""
+    for message in (PROBE, in_parts(PROBE)):
+        with suppress(Exception):  # templates are programs and may raise anything
+            if PROBE["content"] in str(tokenizer.apply_chat_template([dict(message)], tokenize=False)):
+                return message is not PROBE
+    return False
 
 
 def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:

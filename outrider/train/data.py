@@ -26,6 +26,7 @@ from outrider.base.config import KV_TOKENS
 from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import LoadedModel
 from outrider.engine.paged.block_manager import blocks_for
+from outrider.models.tokenizer import in_parts, wants_parts
 from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.speculation.exponential_race import coupled_draws
@@ -124,14 +125,17 @@ def recipe(
     target: LoadedModel, prompts: Sequence[TrainingPrompt], count: int, max_tokens: int, seed: int
 ) -> DataRecipe:
     """Return the recipe of `count` texts that a target generates after these prompts."""
-    texts, template = digest([prompt.text for prompt in prompts]), digest(target.tokenizer.chat_template)
+    chats: Any = target.tokenizer.chat_template
+    template = digest([chats, "in parts"] if wants_parts(target.tokenizer) else chats)
+    texts = digest([prompt.text for prompt in prompts])
     return DataRecipe(target.engine.info.weights_digest, texts, template, count, max_tokens, seed)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a prompt, as the first turn of a chat if the model has a chat template."""
     if tokenizer.chat_template:
-        turns = [{"role": "user", "content": text}]
+        turn = {"role": "user", "content": text}
+        turns = [in_parts(turn) if wants_parts(tokenizer) else turn]
         return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"])
     return list(tokenizer.encode(text))
 

@@ -7,15 +7,18 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from coordinator.workers.chat_template import Chat
+from coordinator.workers.target import Target
 from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import LoadedModel, load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import InvalidRequest
-from outrider.testing.toy_models import make_model
+from outrider.testing.toy_models import TEMPLATE, make_model
 from outrider.train import data
 from outrider.train.data import DataRecipe, Dataset, Example, TrainingPrompt
 
@@ -43,6 +46,34 @@ def test_no_bundled_prompt_comes_twice_and_none_of_the_held_out_ones_is_learned(
     words = [" ".join(prompt.text.lower().split()) for name in ("train", "heldout") for prompt in data.shipped(name)]
     assert len(words) > 8_000
     assert [prompt for prompt, count in Counter(words).items() if count > 1] == []
+
+
+PARTS = (
+    "{% for m in messages %}{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, PARTS])
+def test_prompts_are_rendered_as_a_coordinator_does(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, template: str
+) -> None:
+    """The target was given `:` alone, where its template reads parts, as those of many models that see images."""
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    served: Any = Target(target.engine.info, target.tokenizer, None, None)  # type: ignore[arg-type]
+    (example,) = _written(target, tmp_path, data.recipe(target, PROMPTS, 1, 4, seed=3))
+    wanted = served.encode_chat(Chat([{"role": "user", "content": PROMPTS[0].text}]))
+    assert example.tokens[: example.prompt_length].tolist() == [*wanted]
+    assert PROMPTS[0].text in target.tokenizer.decode(wanted)
+
+
+def test_texts_after_prompts_that_were_lost_are_written_again(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target.tokenizer, "chat_template", PARTS)
+    assert data.recipe(target, PROMPTS, 1, 4, seed=3).template != data.digest(PARTS)
+    monkeypatch.setattr(target.tokenizer, "chat_template", TEMPLATE)
+    assert data.recipe(target, PROMPTS, 1, 4, seed=3).template == data.digest(TEMPLATE)
 
 
 def test_a_text_does_not_depend_on_those_beside_it(
