@@ -70,7 +70,7 @@ def load_model(
     progress(f"loading {name}")
     with startup_errors(name):
         tokenizer = read_tokenizer(path)
-        config = _first_layers(path, options.layers)
+        config = _first_layers(path, options.layers, device)
         in_place = dtype == torch.float32 or (dtype == torch.bfloat16 and options.quantization == "none")
         native = options.engine in ("auto", "native") and device.type == "cpu" and not (change or rank_group)
         model = load_in_place(path, dequantize, config, dtype) if native and in_place else None
@@ -108,10 +108,12 @@ def load_model(
     return LoadedModel(engine, tokenizer, vocabulary, cost)
 
 
-def _first_layers(path: Path | str, layers: int | None) -> Any:
+def _first_layers(path: Path | str, layers: int | None, device: torch.device) -> Any:
     """Return the configuration of a model that ends after `layers` layers; None: all of them."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    text = config.get_text_config()
+    text, stored = config.get_text_config(), getattr(config, "quantization_config", None) or {}
+    if device.type == "cpu" and stored.get("quant_method") == "fp8":  # else transformers asks whether there is a GPU
+        config.quantization_config = stored | {"dequantize": True}
     if layers is None:
         return config
     if not 1 <= layers <= text.num_hidden_layers:

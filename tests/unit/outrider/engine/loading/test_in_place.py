@@ -291,3 +291,19 @@ def test_weights_in_fp8_become_the_numbers_that_they_stand_for(family: str, engi
     )
     logits = [engine.extend([SessionTokens("s", TOKENS)]).logits[0].clone() for engine in (found, wanted)]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_fp8_on_a_cpu_beside_a_gpu_becomes_the_same_model(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a GPU in the machine, transformers kept the layers in fp8, which no CPU runs."""
+    folder, _ = in_fp8(tmp_path, "qwen3")
+    options = EngineOptions(device="cpu", kv_tokens=512, threads=1, engine=engine)
+    alone = loader.load_model(folder, options).engine
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    beside = loader.load_model(folder, options).engine
+    logits = [engine.extend([SessionTokens("s", TOKENS)]).logits[0].clone() for engine in (alone, beside)]
+    assert torch.equal(*logits)
+    assert alone.info == beside.info
