@@ -44,11 +44,13 @@ def _transformers(spec: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     if spec["threads"]:
         torch.set_num_threads(spec["threads"])
     dtype = getattr(torch, spec["dtype"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        spec["model"], dtype=dtype, use_safetensors=True, trust_remote_code=False
-    )
+    told = transformers.AutoConfig.from_pretrained(spec["model"], trust_remote_code=False)
+    texts_alone = type(told) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING  # others see images, and answer texts as well
+    kind = transformers.AutoModelForCausalLM if texts_alone else transformers.AutoModelForImageTextToText
+    model = kind.from_pretrained(spec["model"], dtype=dtype, use_safetensors=True, trust_remote_code=False)
     model = model.to(spec["device"]).eval()
-    layers = model.config.num_hidden_layers
+    config = model.config.get_text_config()
+    layers = config.num_hidden_layers
     early_exit = spec["early_exit"] or max(1, layers // 3)
     if early_exit > layers:
         raise ValueError(f"--early-exit is {early_exit}, must be at most {layers}, the layers of this model")
@@ -70,7 +72,7 @@ def _transformers(spec: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
                 **ways[request["way"]],
             )
         finally:
-            model.config.num_hidden_layers = layers  # a failed early exit leaves it shortened
+            config.num_hidden_layers = layers  # a failed early exit leaves it shortened
         return {"tokens": output[0, prompt.shape[1] :].tolist(), "times": clock.times}
 
     return {"version": transformers.__version__, "early_exit": early_exit}, answer

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 from outrider.bench.common.report import Times
@@ -23,6 +23,7 @@ from outrider.engine.loading.options import EngineOptions, pick_device, pick_dty
 from outrider.engine.native import NativeEngine
 from outrider.engine.native.build import find_library
 from outrider.launch.stack import LaunchPlan
+from outrider.models.gguf import load_whole
 from outrider.models.hub import locate_safetensors
 from outrider.protocol.errors import StartupError
 from outrider.speculation.acceptance import likeliest
@@ -173,13 +174,8 @@ class _Eager:
     def __init__(self, plan: LaunchPlan, prompt: list[int], notify: Notify) -> None:
         self._device = pick_device(plan.device, plan.engine)
         self.dtype = pick_dtype(plan.dtype, self._device)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(locate_safetensors(plan.target, notify)),
-            dtype=self.dtype,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
+        folder = locate_safetensors(plan.target, notify)
+        model = load_whole(plan.target, folder, dtype=self.dtype, attn_implementation="sdpa")
         self._model: Any = model.to(self._device).eval()
         self._cache: Any = DynamicCache(config=model.config)
         self._next = torch.tensor([[prompt[-1]]], device=self._device)

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from outrider.bench.common.progress import turn_progress
-from outrider.bench.drafters import command, plot, setups
+from outrider.bench.drafters import command, peer, plot, setups
 from outrider.bench.drafters.comparison import (
     OUTRIDER,
     PLAIN,
@@ -38,6 +39,7 @@ from outrider.bench.drafters.schedule import DraftersExtent, Measure, Schedule, 
 from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost
 from outrider.protocol.sampling_params import Verification
 from outrider.protocol.statistics import DrafterStats, GenerationStats
+from tests.architectures import save, tiny_model
 
 REQUEST = BenchRequest("chat", 0, 0, "greedy", (1, 2), 8, 5)
 
@@ -368,3 +370,14 @@ def test_peers_load_the_same_weights(tmp_path, monkeypatch) -> None:  # type: ig
     assert vllm_recipes(weights, python, "bfloat16")[0].spec["dtype"] == "bfloat16"
     gguf = tmp_path / "model.gguf"
     assert [recipe.spec["model"] for recipe in llama_recipes(weights, python, gguf)] == [str(gguf)] * 2
+
+
+def test_a_peer_answers_with_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
+    """As Outrider, which serves these for their texts."""
+    save(model := tiny_model("mistral3", {}), tmp_path)
+    spec = {"model": str(tmp_path), "threads": 0, "dtype": "float32", "device": "cpu", "early_exit": 0}
+    _, answer = peer._transformers(spec)
+    request = {"prompt": [5, 6, 7, 8], "eos": [], "max_tokens": 6}
+    plain, looked_up = (answer(request | {"way": way})["tokens"] for way in ("plain", "lookup"))
+    logits = model(torch.tensor([[5, 6, 7, 8, *plain[:-1]]])).logits[0, 3:]
+    assert plain == looked_up == logits.argmax(dim=-1).tolist()
