@@ -129,13 +129,3 @@ REMOVE_WORKER = f"""{_SHAPES}
 -- KEYS: worker. ARGV: coordinator. Only the coordinator that wrote it last may remove it.
 if is(KEYS[1], 'hash') and redis.call('HGET', KEYS[1], 'coordinator') == ARGV[1] then redis.call('DEL', KEYS[1]) end
 """
-
-RESERVE = f"""
--- KEYS: idempotency key, digest of the request as sent. ARGV: values of the first request with it, ttl.
--- Returns what they had, and the milliseconds left. Versions without digests as sent have the first alone.
-local left = redis.call('PTTL', KEYS[1])
-local reserved = redis.call('SET', KEYS[1], ARGV[1], 'NX', 'GET', 'EX', ARGV[3])
-if reserved then return {{reserved, redis.call('GETRANGE', KEYS[2], 0, {MAX_FIELD_BYTES}), left}} end
-redis.call('SET', KEYS[2], ARGV[2], 'EX', ARGV[3])
-return false
-"""

@@ -50,7 +50,6 @@ class Store:
         self._write = self._redis.register_script(lua_scripts.WRITE)
         self._claim = self._redis.register_script(lua_scripts.CLAIM)
         self._cancel = self._redis.register_script(lua_scripts.CANCEL)
-        self._reserve = self._redis.register_script(lua_scripts.RESERVE)
         self._read_worker = self._redis.register_script(lua_scripts.READ_WORKER)
         self._remove_worker = self._redis.register_script(lua_scripts.REMOVE_WORKER)
 
@@ -121,14 +120,18 @@ class Store:
         name, (session_id, digest, *sent) = f"{_PREFIX}:idempotency:{key}", value.split(" ")
         with self.connection.validating("idempotency"):
             async with self.connection.calling():
-                args = f"{session_id} {digest}", " ".join([session_id, *sent]), self._ttl_s
-                reply = await self._reserve(keys=[name, f"{name}:sent"], args=args)
-            if not reply:
-                return None
-            known = stored_records.read_reserved(reply[0])
-            known_id, *known_sent = reply[1].decode(errors="replace").split(" ")
+                left_ms, own = await self._redis.pttl(name), f"{session_id} {digest}"
+                reserved = cast(bytes | None, await self._redis.set(name, own, nx=True, ex=self._ttl_s, get=True))
+                if reserved is None:
+                    await self._redis.set(f"{name}:sent", " ".join([session_id, *sent]), ex=self._ttl_s)
+                    return None
+                first = cast(bytes, await self._redis.getrange(f"{name}:sent", 0, lua_scripts.MAX_FIELD_BYTES))
+            known, (known_id, *others) = (
+                stored_records.read_reserved(reserved),
+                first.decode(errors="replace").split(" "),
+            )
             same = known.startswith(f"{known_id} ")  # else an older version has begun again with the key
-            return " ".join([known, *known_sent * same]), reply[2] / 1000
+            return " ".join([known, *others * same]), left_ms / 1000
 
     # Workers.
 
