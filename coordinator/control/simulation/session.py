@@ -10,7 +10,7 @@ from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.simulation.drafter import RIGHT, SimulatedDrafter
 from coordinator.control.simulation.world import SimulatedWorld, World
 from coordinator.control.throughput_model import SpeculationPlan
-from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, ROOT, Guess, TokenKind, Verdict, VerifyTimings
+from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, Guess, TokenKind, Verdict, VerifyTimings, path_to
 from outrider.speculation.goodput import new_pace
 from outrider.speculation.tree import GuessTree
 
@@ -186,12 +186,5 @@ class SimulatedSession:
 
 def accepted_path(block: Guess) -> list[int]:
     """Return the rows of the block on the path of right tokens; row 0 is the last committed token."""
-    path: list[int] = []
-    node = ROOT
-    while True:
-        children = (child for child, parent in enumerate(block.shape.parents) if parent == node)
-        right = next((child for child in children if block.tokens[child] == RIGHT), None)
-        if right is None:
-            return path
-        node = right
-        path.append(node + 1)
+    last, _ = block.walk((RIGHT,) * len(block.tokens))
+    return [node + 1 for node in path_to(last, block.shape.parents)]
