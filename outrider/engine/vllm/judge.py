@@ -51,7 +51,7 @@ class Judge:
         self._sessions: dict[str, _SampledRequest] = {}
         self._plan: Plan = {}
         self._scheduled: Any = None
-        self._masks: StepMasks | None = None
+        self.masks: StepMasks | None = None  # the tokens that grammars allow in the step
         self._ends: dict[str, int] = {}  # position after the committed tokens of the step
         self.computed: dict[str, Computed] = {}
 
@@ -61,7 +61,7 @@ class Judge:
             self._sessions.pop(name, None)
         self._scheduled = scheduled
         self._plan = extra(scheduled)
-        self._masks = None
+        self.masks = None
         self._ends = {}
         self.computed = {}
         for new in scheduled.scheduled_new_reqs:
@@ -70,10 +70,6 @@ class Judge:
         cached = scheduled.scheduled_cached_reqs
         for name, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             self._place(name, num_computed)
-
-    def restrict(self, masks: StepMasks | None) -> None:
-        """Take the tokens that grammars allow in this step."""
-        self._masks = masks
 
     def verify(self, logits: torch.Tensor, hidden: Sequence[torch.Tensor], batch: StepRows) -> list[tuple[int, ...]]:
         """Return each request's tokens: the accepted guesses and the target's own; none for a prompt chunk."""
@@ -130,7 +126,7 @@ class Judge:
 
     def _sampling(self, name: str) -> SessionSampling:
         session = self._sessions[name]
-        allowed = None if self._masks is None else self._masks.unpack(name)
+        allowed = None if self.masks is None else self.masks.unpack(name)
         return SessionSampling(session.opening.params, session.history, session.noise, allowed)
 
     def _block(self, name: str, position: int) -> Guess:

@@ -49,7 +49,7 @@ class _Runner:
         return self._execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, masks: Any) -> Any:
-        self._judge.restrict(masks)
+        self._judge.masks = masks
         state = self._runner.execute_model_state
         if state is not None and state.hidden_states is not None:
             self._hidden_states = (state.hidden_states, *(state.aux_hidden_states or ()))
