@@ -21,15 +21,10 @@ class TreeBuilder:
     """
 
     def __init__(self, request: DraftRequest) -> None:
+        self._request = request
         self.tokens = list(request.open_guess.tokens)
         self.parents = list(request.open_guess.shape.parents)
-        self._position = request.committed
         self._first_new = len(self.tokens)
-        self._branches = request.branches
-        self._calibration = request.calibration
-        self._min_per_level = request.min_per_level
-        self._budget = request.budget
-        self._max_depth = request.depth
         self._depths: list[int] = []
         self._children: dict[int, dict[int, int]] = {}  # by parent: child node by token
         for node in range(len(self.tokens)):
@@ -41,13 +36,13 @@ class TreeBuilder:
     @property
     def remaining(self) -> int:
         """Return how many more nodes may be added."""
-        return self._budget - (len(self.tokens) - self._first_new)
+        return self._request.budget - (len(self.tokens) - self._first_new)
 
     @property
     def level_budget(self) -> int:
         """Return how many nodes to add now so that as many remain for each deeper level."""
-        levels = self._max_depth - max(self._depths, default=0)
-        return max(self._min_per_level, self.remaining // levels) if levels > 0 else self.remaining
+        levels = self._request.depth - max(self._depths, default=0)
+        return max(self._request.min_per_level, self.remaining // levels) if levels > 0 else self.remaining
 
     def depth(self, node: int) -> int:
         """Return the distance of a node from the committed position: 0 for ROOT."""
@@ -63,7 +58,7 @@ class TreeBuilder:
 
     def expandable_nodes(self) -> list[int]:
         """Return ROOT and the nodes that may get children, parents first."""
-        return [node for node in range(ROOT, len(self.tokens)) if self.depth(node) < self._max_depth]
+        return [node for node in range(ROOT, len(self.tokens)) if self.depth(node) < self._request.depth]
 
     def add_choices(self, node: int, choices: Sequence[Choice]) -> None:
         """State what may follow a node, likeliest first.
@@ -71,18 +66,19 @@ class TreeBuilder:
         The node must be ROOT or a child whose parent's choices are stated.
         Existing children that are not among the choices get the last score.
         """
+        calibration, branches = self._request.calibration, self._request.branches
         children = self._children.get(node, {})
         base = self.score(node)
         if node not in self._children:  # recorded once per node
-            for rank, (_, logprob) in enumerate(choices[: self._branches]):
-                self._calibration.record_proposed(rank, logprob)
-        choices = [(token, self._calibration.score(rank, logprob)) for rank, (token, logprob) in enumerate(choices)]
+            for rank, (_, logprob) in enumerate(choices[:branches]):
+                calibration.record_proposed(rank, logprob)
+        choices = [(token, calibration.score(rank, logprob)) for rank, (token, logprob) in enumerate(choices)]
         stated = dict(choices)
         for token, child in children.items():
             self._scores[child] = base + stated.get(token, choices[-1][1] if choices else -math.inf)
-        if self.depth(node) >= self._max_depth:
+        if self.depth(node) >= self._request.depth:
             return
-        for token, logprob in choices[: self._branches]:
+        for token, logprob in choices[:branches]:
             if token not in children:
                 heapq.heappush(self._choices, (-(base + logprob), self._num_choices, node, token))
                 self._num_choices += 1  # ties: the first one stated
@@ -94,7 +90,7 @@ class TreeBuilder:
             if -score < min_score:
                 return None
             heapq.heappop(self._choices)
-            if len(self._children.get(parent, {})) < self._branches:
+            if len(self._children.get(parent, {})) < self._request.branches:
                 self.tokens.append(token)
                 self.parents.append(parent)
                 self._scores.append(-score)
@@ -104,7 +100,7 @@ class TreeBuilder:
 
     def guess(self, *, done: bool = False) -> Guess:
         """Return the open guesses with the nodes that were added."""
-        return Guess(self._position, 0, 0, tuple(self.tokens), parents=tuple(self.parents), done=done)
+        return Guess(self._request.committed, 0, 0, tuple(self.tokens), parents=tuple(self.parents), done=done)
 
     def _index(self, node: int) -> None:
         parent = self.parents[node]
