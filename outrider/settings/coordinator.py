@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 
 from outrider.base.config import DrafterKey, Settings
+from outrider.settings.tool_parsers import ToolParser
 
 
 class CoordinatorSettings(Settings, DrafterKey):
@@ -16,9 +17,7 @@ class CoordinatorSettings(Settings, DrafterKey):
     served_model_name: str = Field("", description="Name of the default target for clients; empty: its own.")
     default_model: str = Field("", description="Target of requests without a model; empty: the first that registers.")
     alias: str = Field("", description="Further names of targets, NAME=MODEL, separated by commas.")
-    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "json"] = Field(
-        "auto", description="Form in which the target writes tool calls; auto: as its chat template shows."
-    )
+    tool_parser: ToolParser = Field("auto", description="Form of tool calls; auto: as the chat template shows it.")
     sampling_defaults: Literal["model", "openai"] = Field(
         "model", description="What HTTP requests leave out: the model's generation_config.json first, or OpenAI's."
     )

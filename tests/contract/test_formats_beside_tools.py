@@ -26,7 +26,7 @@ from tests.contract.test_tools import ASK, SCHEMAS, TOOLS, named, streamed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-DIALECTS = ("hermes", "llama3", "mistral", "json")
+DIALECTS = ("hermes", "llama3", "mistral", "json", "qwen3_coder", "minimax_m2", "kimi_k2")
 DAYS: dict[str, Any] = {
     "type": "object",
     "properties": {"name": {"enum": ["get_time", "days"]}, "days": {"type": "integer", "maximum": 9, "minimum": 0}},

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from coordinator.api.http.agents.calls.forms import Marked
+from coordinator.api.http.agents.calls.scanner import TaggedScanner, head_of
 from coordinator.api.http.agents.dialects import Manner
 from coordinator.api.http.agents.formats import call_starts
 from coordinator.sessions.detokenizer import overlap
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_BARE = re.compile(r"\s*+([\w.-]{1,130}+)\s*+(?:\[ARGS\])?\s*+(?=\{)")
-_BARE_BEGINS = re.compile(r"\s*+[\w.-]{0,130}+\s*+(?:\[[ARGS]{0,4}+\]?)?\s*+")
 _BLANK = " \t\r\n"
 _BETWEEN = _BLANK + ",;"
 _MOST = 1_024  # characters that may begin thoughts or a call: each further one has all of them read again
@@ -65,7 +65,7 @@ class AnswerParser:
         self._ended = False
         self.calls = 0
         self.said = False  # some content
-        self._call = _CallScanner(False, names)
+        self._call: _CallScanner | TaggedScanner = _CallScanner(names)
 
     def is_thinking(self) -> bool | None:
         """Return whether the answer is still reasoning; None: nothing tells yet."""
@@ -161,28 +161,45 @@ class AnswerParser:
         text = self._text.lstrip(_BETWEEN if self.calls else _BLANK)
         if len(self._text) - len(text) >= _MOST:
             text = ""
-        for mark in (dialect.closer, dialect.opener):
+        for mark in (dialect.closer, dialect.opener, dialect.tail.strip() * isinstance(dialect, Marked)):
             if mark and text.startswith(mark) and (self.calls or mark == dialect.opener):
-                closed = mark != dialect.opener
-                self._state = _State.CONTENT if closed and not dialect.opens_each else _State.CALLS
-                return self._take(text, "" if closed else mark, len(mark))
+                opens = mark == dialect.opener
+                self._state = _State.CONTENT if mark == dialect.closer and not dialect.opens_each else _State.CALLS
+                return self._take(text, mark * opens, len(mark))
             if text and mark.startswith(text) and (self.calls or not self._ended):
                 self._text = "" if self._ended else self._text
                 return False
         if not text and len(self._text) < _MOST:
             return False
-        if dialect.before == "[" and text.startswith("[") and self._opened.endswith(dialect.opener):
+        if dialect.before.strip() == "[" and text.startswith("[") and self._opened.endswith(dialect.opener):
             return self._take(text, "[", 1)
-        if _BARE.match(text, 0, _MOST) if dialect.bare and self._opened else text.startswith("{") and not dialect.bare:
-            self._call = _CallScanner(bool(dialect.bare), self._names)
+        if (call := self._call_in(text)) is not None:
+            self._call = call
             self._state = _State.CALL
             return self._take(text, "", 0)
         more = (self.calls or not self._ended) and 0 < len(text) < _MOST
-        if more and dialect.bare and self._opened and _BARE_BEGINS.fullmatch(text):
+        if more and isinstance(dialect, Marked) and self._expected and head_of(dialect)[1].fullmatch(text):
             return False
         self._emit(PartKind.CONTENT, self._opened)
         self._opened, self._state = "", _State.CONTENT
         return True
+
+    @property
+    def _expected(self) -> bool:
+        """Return whether a call between marks may begin here."""
+        return bool(self._opened) or not self._dialect.opens_each
+
+    def _call_in(self, text: str) -> _CallScanner | TaggedScanner | None:
+        """Return a scanner of the call that begins a text, if one does."""
+        dialect, names = self._dialect, self._names
+        if not isinstance(dialect, Marked):
+            return _CallScanner(names) if text.startswith("{") else None
+        head = head_of(dialect)[0].match(text, 0, _MOST) if self._expected else None
+        if head is None or head[1] not in names:
+            return None
+        if not dialect.key:
+            return _CallScanner(names, head.re)
+        return TaggedScanner(dialect, head, names[head[1]] if isinstance(names, Mapping) else {})
 
     def _take(self, text: str, mark: str, length: int) -> bool:
         """Go on after white space and a mark; they are content if no call follows."""
@@ -221,9 +238,9 @@ class AnswerParser:
 class _CallScanner:
     """Scanner of one call, from its first character. Arguments are passed on once the function is known."""
 
-    def __init__(self, bare: bool, names: Collection[str]) -> None:
-        self._bare = bare
-        self._head = _BARE if bare else _HEAD
+    def __init__(self, names: Collection[str], head: re.Pattern[str] = _HEAD) -> None:
+        self._bare = bare = head is not _HEAD
+        self._head = head
         self._names = names
         self._depth = 0
         self._floor = 0 if bare else 1  # the depth around the arguments

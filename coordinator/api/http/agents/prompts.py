@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from coordinator.api.http.agents.bodies import ChatFields, Tool
-from coordinator.api.http.agents.dialects import Dialect, Manner, one_system, shows_all
+from coordinator.api.http.agents.calls.forms import Dialect, give_ids
+from coordinator.api.http.agents.dialects import Manner, one_system, shows_all
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 
@@ -24,6 +25,7 @@ def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner, target: Tar
     for named in (it for message in messages for it in (message, *message.get("tool_calls", ()))):
         if manner.dialect.name == "mistral":  # its templates raise errors for other ids
             named.update({key: named[key].rjust(9, "0")[-9:] for key in ("id", "tool_call_id") if key in named})
+    give_ids(messages, manner.dialect)
     absent: dict[str, Any] = _FIELDS if manner.all_fields else {}
     functions = (absent | tool.function.model_dump(exclude_none=True, exclude={"strict", "type"}) for tool in tools)
     described = [{"type": "function", "function": function} for function in functions]

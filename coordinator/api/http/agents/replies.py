@@ -68,11 +68,12 @@ class AnswerReader:
     """Reader of one answer in parts, from the tokens of its session."""
 
     def __init__(self, body: ChatBody, target: Target, manner: Manner) -> None:
-        names = [tool.function.name for tool in body.callable_tools] if body.calls_required is not None else []
+        tools = body.callable_tools if body.calls_required is not None else []
+        names = {tool.function.name: tool.function.schema_of_arguments for tool in tools}
         self.parser = AnswerParser(manner, names, formatted=body.formatted)
         self._thought = 0
-        form, added = manner.dialect, target.tokenizer.added_tokens_decoder.items()
-        marks = "\n".join([form.opener, form.closer, form.bare] * bool(names) + [*manner.thoughts] * manner.thinks)
+        added = target.tokenizer.added_tokens_decoder.items()
+        marks = "\n".join([manner.dialect.marks] * bool(names) + [*manner.thoughts] * manner.thinks)
         self._marks = {id_: token.content for id_, token in added if token.special and token.content in marks}
 
     def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:

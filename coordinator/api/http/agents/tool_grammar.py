@@ -11,12 +11,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from coordinator.api.http.agents.dialects import Dialect, Manner
-from coordinator.api.http.agents.formats import bare, call_schema, guided, rule_of
+from coordinator.api.http.agents.calls.arguments import arguments_rule
+from coordinator.api.http.agents.calls.forms import Dialect, Marked
+from coordinator.api.http.agents.calls.marks import MarkRules
+from coordinator.api.http.agents.calls.schemas import bare, guided
+from coordinator.api.http.agents.dialects import Manner
+from coordinator.api.http.agents.formats import call_schema, rule_of
 from coordinator.workers.target import Target
 from outrider.protocol.sampling_params import Grammar
 
 MAX_CALLS = 16  # in one answer
+BLANKS = r"/[ \n]{0,8}/"  # within a list of calls
 BLANK = r"/[ \n]{0,4}/"  # between thoughts and what follows
 
 
@@ -41,44 +46,35 @@ def grammar_of(
     return Grammar(lark="\n".join(lines))
 
 
-class _Rules:
-    """Rules of one grammar. Markers that are tokens of their own are allowed as such, and spelled out."""
+class _Rules(MarkRules):
+    """Rules of one grammar."""
 
     def __init__(self, dialect: Dialect, target: Target, format_: Grammar | None) -> None:
+        super().__init__(target)
         self._dialect = dialect
         self._format = format_
         self.blank = "" if format_ is None else BLANK
-        self._ids = {token.content: id_ for id_, token in target.tokenizer.added_tokens_decoder.items()}
-        self.lines: list[str] = []
-
-    def mark(self, text: str) -> str:
-        quoted = json.dumps(text)
-        return f"(<[{self._ids[text]}]> | {quoted})" if text in self._ids else quoted
-
-    def after_text(self, text: str) -> str:
-        """Return a rule of any text up to a mark."""
-        name = f"until_{len(self.lines)}"
-        self.lines.append(f"{name}[lazy]: TEXT {json.dumps(text)}")
-        return f"({name} | TEXT? <[{self._ids[text]}]>)" if text in self._ids else name
 
     def calls(self, tools: Mapping[str, Mapping[str, Any]], most: int, *, required: bool) -> str:
         dialect = self._dialect
         each = []
         for number, (name, schema) in enumerate(tools.items()):
-            head = f"{json.dumps(name)} {self.mark(dialect.bare)}" if dialect.bare else json.dumps(dialect.head(name))
-            whole, tail = guided(bare(schema)), "" if dialect.bare else '"}"'
+            head, whole, tail = self.head(dialect, name), guided(bare(schema)), self.mark(dialect.tail)
             if self._format and not dialect.anywhere:
                 whole, head, tail = call_schema(name, schema, dialect), "", ""
-            self.lines.append(f"arguments_{number}: %json {json.dumps(whole)} // {name}")
+            rule = f"%json {json.dumps(whole)} // {name}"
+            if isinstance(dialect, Marked) and dialect.key:
+                rule = arguments_rule(dialect, name, schema, self)
+            self.lines.append(f"arguments_{number}: {rule}")
             each.append(f"{head} arguments_{number} {tail}")
         self.lines.append(f"call: {' | '.join(each)}")
-        before, after = (json.dumps(text) if text else "" for text in (dialect.before, dialect.after))
-        closer = self.mark(dialect.closer) if dialect.closer else ""
+        before, after, closer = map(self.mark, (dialect.before, dialect.after, dialect.closer))
+        blank = BLANKS * dialect.spaced
         one = f"{before} call {after} {closer}" if dialect.opens_each else "call"
-        again = json.dumps(dialect.between) if dialect.between else ""
-        again += f" {self.mark(dialect.opener)}" if dialect.opens_each else ""
+        again = f"{self.mark(dialect.between + dialect.opener * dialect.opens_each)} {blank}"
         more = f"({again} {one}){{0,{most - 1}}}" if most > 1 else ""
-        self.lines.append(f"calls: {one} {more}" if dialect.opens_each else f"calls: {before} call {more} {closer}")
+        listed = f"{before} {blank} call {more} {blank} {after} {closer}"
+        self.lines.append(f"calls: {one} {more}" if dialect.opens_each else f"calls: {listed}")
         if dialect.anywhere:
             opening = self.mark(dialect.opener) if required or self._format else self.after_text(dialect.opener)
         else:

@@ -13,7 +13,8 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.dialects import HERMES, Manner
+from coordinator.api.http.agents.calls.forms import HERMES
+from coordinator.api.http.agents.dialects import Manner
 from coordinator.api.http.agents.replies import ChatReplies, PartedReplies
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.output import SessionOutput

@@ -10,16 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.dialects import (
-    HERMES,
-    JSON,
-    LLAMA3,
-    MISTRAL,
-    MISTRAL_ARGS,
-    Dialect,
-    Manner,
-    manner_of,
-)
+from coordinator.api.http.agents.calls.forms import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, Dialect
+from coordinator.api.http.agents.dialects import Manner, manner_of
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.agents.replies import chat_input
 from coordinator.workers.target import Target
@@ -138,20 +130,21 @@ def test_a_template_that_fails_opens_no_thoughts() -> None:
             False,
         ),
         ("{{ builtin_tools }}<tool_call>", False),
-        ("{% for tool in tools %}{{ tool }}{% endfor %}<tool_call>\n<function=NAME>\n<parameter=P>", False),
-        ("{% for tool in tools %}{{ tool }}{% endfor %}<tool_call>NAME\n<arg_key>P</arg_key>", False),
-        ("{{ tools }} as objects within <tool_call></tool_call>: <tool_calls>[...]</tool_calls>", False),
+        ("{% for tool in tools %}{{ tool }}{% endfor %}<tool_call>\n<function=NAME>\n<parameter=P>", True),
+        ("{% for tool in tools %}{{ tool }}{% endfor %}<tool_call>NAME\n<arg_key>P</arg_key>", True),
+        ("{{ tools }} as objects within <tool_call></tool_call>: <tool_calls>[...]</tool_calls>", True),
+        ("{{ tools }}<|call|>f(1)", False),
     ],
 )
 def test_a_template_knows_tools_that_it_takes_from_the_request(more: str, knows: bool) -> None:
-    """That of Phi-4-mini has them in a message of the system. Qwen3-Coder and GLM-4.5 write XML, Apriel 1.5 a list."""
+    """That of Phi-4-mini has them in a message of the system."""
     assert manner_of(target_of(QUESTION + more), "auto").knows_tools is knows
 
 
 def test_a_template_whose_form_of_calls_is_unknown_does_not_tell_of_tools() -> None:
-    """The target would write calls as Granite does, and be held to another form, of which it was told nothing."""
-    granite = target_of(QUESTION + "{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|tool_call|>[]")
-    assert [manner_of(granite, parser).knows_tools for parser in ("auto", "json", "hermes")] == [False, True, True]
+    """The target would write calls in its form, and be held to another one, of which it was told nothing."""
+    other = target_of(QUESTION + "{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|call|>f(1)")
+    assert [manner_of(other, parser).knows_tools for parser in ("auto", "json", "hermes")] == [False, True, True]
 
 
 def test_a_template_apart_for_tools_shows_no_calls_in_chats_without_tools() -> None:

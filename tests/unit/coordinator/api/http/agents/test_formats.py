@@ -10,13 +10,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from coordinator.api.http.agents.dialects import HERMES, Dialect, Manner
+from coordinator.api.http.agents.calls.forms import HERMES, Dialect
+from coordinator.api.http.agents.dialects import Manner
 from coordinator.api.http.agents.parser import AnswerParser, PartKind
 from coordinator.api.http.agents.tool_grammar import grammar_of
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import Grammar, SamplingParams
 from outrider.speculation.grammar import GrammarMatcher
-from tests.unit.coordinator.api.http.agents.test_tool_grammar import DIALECTS, TARGETS, TOOLS
+from tests.unit.coordinator.api.http.agents.test_tool_grammar import ALL, DIALECTS, TARGETS, TOOLS
 
 DAYS: dict[str, Any] = {
     "type": "object",
@@ -61,9 +62,9 @@ def parsed(dialect: Dialect, pieces: Any, thinks: bool = False) -> tuple[str, st
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", ALL)
 def test_an_answer_is_calls_or_follows_the_format(name: str, tokens: bool) -> None:
-    dialect = DIALECTS[name]
+    dialect = ALL[name]
     answers = {"object": '{"days": "x"}', "schema": '{"name": "get_time", "days": 3}', "regex": "ab/1!"}
     good, bad = dialect.write("get_weather", {"city": "Köln"}), dialect.write("get_weather", {"n": 3})
     for kind, wanted in FORMATS.items():
@@ -79,9 +80,9 @@ def test_an_answer_is_calls_or_follows_the_format(name: str, tokens: bool) -> No
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", ALL)
 def test_thoughts_come_before_both(name: str, tokens: bool) -> None:
-    dialect = DIALECTS[name]
+    dialect = ALL[name]
     call = dialect.write("get_time", {})
     for text in ('{"days": 3}', call):
         for blank in ("", "\n\n"):
@@ -92,16 +93,16 @@ def test_thoughts_come_before_both(name: str, tokens: bool) -> None:
     assert parsed(dialect, f"<think>Hm.</think>\n\n{call}", thinks=True) == ("Hm.", "", [["get_time", "{}"]])
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", ALL)
 def test_no_answer_can_be_taken_for_a_call(name: str) -> None:
     """Not even one whose format allows the text of a call with other arguments."""
-    dialect = DIALECTS[name]
+    dialect = ALL[name]
     bad = dialect.write("get_weather", {"n": 3})
     assert not allows(False, dialect, ANY, bad)
     assert not allows(False, dialect, ANY, f"<think>{bad}")
     assert allows(False, dialect, ANY, "A text: " + bad) is True
     assert parsed(dialect, ["A text: " + bad]) == ("", "A text: " + bad, [])
-    inner = json.dumps({"text": bad})
+    inner = json.dumps({"text": bad}, ensure_ascii=False)
     assert allows(False, dialect, OBJECT, inner)
     assert parsed(dialect, inner) == parsed(dialect, [inner]) == ("", inner, [])
     if not dialect.anywhere:
@@ -117,10 +118,10 @@ def test_no_answer_can_be_taken_for_a_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", ALL)
 def test_whatever_is_drawn_is_valid(name: str, kind: str) -> None:
     """Answers drawn at random from the masks are read as what they are, in pieces too."""
-    dialect, seen = DIALECTS[name], {"calls": 0, "content": 0}
+    dialect, seen = ALL[name], {"calls": 0, "content": 0}
     for seed in range(40):
         begun = ("", dialect.opener or dialect.head("get_weather"), "", dialect.opener or '{"name": "get_')[seed % 4]
         text = _drawn(guide(False, dialect, FORMATS[kind]), random.Random(seed), begun)
@@ -161,10 +162,10 @@ def _drawn(found: GrammarMatcher, rng: random.Random, begun: str, most: int = 40
     return target.decode(ids)
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", ALL)
 def test_references_of_a_schema_hold(name: str) -> None:
     """They begin at the schema's root, which lies inside a call."""
-    dialect, target = DIALECTS[name], TARGETS[False]
+    dialect, target = ALL[name], TARGETS[False]
     tree = {
         "type": "object",
         "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}, "leaf": {"$ref": "#/$defs/leaf"}},
@@ -224,7 +225,7 @@ def test_a_schema_s_own_options_leave_the_usual_white_space(name: str, answer: G
         guide(False, dialect, answer, tools={"f": {"x-guidance": 5, "type": "object"}})
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", ALL)
 def test_parts_of_a_recursive_format_may_have_fields_as_a_call_has(name: str) -> None:
     """Only the whole answer must not look like a call."""
     fields = {"arguments": {"type": "integer"}, "parameters": {"type": "integer"}, "next": {"$ref": "#"}}
@@ -235,7 +236,7 @@ def test_parts_of_a_recursive_format_may_have_fields_as_a_call_has(name: str) ->
         "properties": fields,
         "additionalProperties": False,
     }
-    answer, dialect = Grammar(json_schema=json.dumps(schema)), DIALECTS[name]
+    answer, dialect = Grammar(json_schema=json.dumps(schema)), ALL[name]
     for field in ("arguments", "parameters"):
         assert allows(False, dialect, answer, f'{{"next": {{"next": {{"{field}": 1}}}}}}')
         assert allows(False, dialect, answer, f'{{"{field}": 1}}') is dialect.anywhere

@@ -11,7 +11,8 @@ import pytest
 from tokenizers import AddedToken
 
 from coordinator.api.http.agents.bodies import ChatBody, Function
-from coordinator.api.http.agents.dialects import HERMES, Manner
+from coordinator.api.http.agents.calls.forms import HERMES
+from coordinator.api.http.agents.dialects import Manner
 from coordinator.api.http.agents.parser import AnswerParser, PartKind
 from coordinator.api.http.agents.replies import AnswerReader, chat_input
 from coordinator.api.http.agents.response_bodies import ResponsesBody
@@ -27,7 +28,7 @@ from outrider.protocol.speculation import TokenKind
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.speculation.grammar import GrammarCompiler
 from outrider.testing.toy_models import byte_tokenizer
-from tests.unit.coordinator.api.http.agents.test_tool_grammar import DIALECTS, target_of
+from tests.unit.coordinator.api.http.agents.test_tool_grammar import ALL, target_of
 
 THOUGHTS = (
     ("[THINK]", "[/THINK]"),
@@ -211,11 +212,11 @@ def test_the_channels_of_gpt_oss_are_thoughts_and_content(text: str, reasoning: 
     assert found == {kind: text for kind, text in said.items() if text}
 
 
-@pytest.mark.parametrize("form", DIALECTS)
+@pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("continued", [True, False])
 def test_what_the_grammar_constrains_as_a_call_is_read_as_one(continued: bool, form: str) -> None:
     """An answer that continues a message has no thoughts, and calls begin the answer in some dialects."""
-    target, settings = target_of(tokens=False), CoordinatorSettings(tool_parser=DIALECTS[form].name)
+    target, settings = target_of(tokens=False), CoordinatorSettings(tool_parser=ALL[form].name)
     target.tokenizer.chat_template = THINKS.replace("<think>{% endif %}{% endif %}", "{% endif %}{% endif %}")
     body = chat(tools=TOOLS, add_generation_prompt=not continued, continue_final_message=continued)
     request, manner = chat_input(body, target, settings)
@@ -327,7 +328,7 @@ LACKED: list[dict[str, Any]] = [  # patterns are those of Zod for e-mail address
 
 
 @pytest.mark.parametrize("field", LACKED)
-@pytest.mark.parametrize("form", DIALECTS)
+@pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("more", [{}, {"response_format": {"type": "json_object"}}], ids=["text", "formatted"])
 def test_keywords_that_grammars_lack_are_refused_of_strict_tools_only(
     field: dict[str, Any], form: str, more: dict[str, Any]
@@ -335,7 +336,7 @@ def test_keywords_that_grammars_lack_are_refused_of_strict_tools_only(
     """Tools of MCP servers have them, which no client can change."""
     target = target_of(tokens=False)
     target.tokenizer.chat_template = "{{ tools }}"
-    settings = CoordinatorSettings(tool_parser=DIALECTS[form].name)
+    settings = CoordinatorSettings(tool_parser=ALL[form].name)
     schema = {"properties": {"m": field, "n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
     def allowed(arguments: dict[str, Any], **tool: Any) -> bool:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from coordinator.api.http.agents.dialects import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, Dialect, Manner
+from coordinator.api.http.agents.calls import forms
+from coordinator.api.http.agents.calls.forms import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, Dialect
+from coordinator.api.http.agents.dialects import Manner
 from coordinator.api.http.agents.tool_grammar import MAX_CALLS, grammar_of
 from coordinator.workers.target import Target
 from outrider.models.tokenizer import tokenizer_json
@@ -26,8 +28,12 @@ CITY: dict[str, Any] = {
 NONE: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS = {"get_weather": CITY, "get_time": NONE}
 DIALECTS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral bare": MISTRAL_ARGS, "json": JSON}
-MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+DIALECTS |= {form.name: form for form in (forms.DEEPSEEK_V3, forms.KIMI_K2, forms.COHERE, forms.NEMOTRON)}
+TAGGED = {it.name: it for it in (forms.QWEN3_CODER, forms.GLM47, forms.MINIMAX_M2, forms.DEEPSEEK_V32)}
+ALL: dict[str, Dialect] = {**DIALECTS, **TAGGED}
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_key>", "</arg_value>", "｜DSML｜")
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<minimax:tool_call>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>")
+SPECIAL += ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|END_ACTION|>")
 
 
 def target_of(*, tokens: bool) -> Target:
@@ -74,7 +80,7 @@ def test_calls_follow_their_schema(name: str, tokens: bool) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, Grammar(json_object=True)], ids=["text", "formatted"])
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", ALL)
 def test_what_schemas_tell_people_takes_no_room(name: str, answer: Grammar | None) -> None:
     note = {"title": "x" * 9_000, "description": "y" * 40_000, "default": "z" * 20_000, "examples": [], "$comment": ""}
     plain = {"title": {"type": "string"}, "default": {"enum": ["", note["title"][:9]], "const": note["title"][:9]}}
@@ -82,7 +88,7 @@ def test_what_schemas_tell_people_takes_no_room(name: str, answer: Grammar | Non
     sizes = []
     for fields in (plain, noted):
         tool = {"type": "object", "properties": fields, "required": ["title", "default"]}
-        manner, target = Manner(DIALECTS[name], True), TARGETS[False]
+        manner, target = Manner(ALL[name], True), TARGETS[False]
         tools = {"f": tool | (note if fields is noted else {})}
         grammar = grammar_of(tools, manner, target, required=False, parallel=True, answer=answer)
         target.grammars.compile(SamplingParams(grammar=grammar))
@@ -91,9 +97,9 @@ def test_what_schemas_tell_people_takes_no_room(name: str, answer: Grammar | Non
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", ALL)
 def test_text_is_free_with_auto_only(name: str, tokens: bool) -> None:
-    dialect = DIALECTS[name]
+    dialect = ALL[name]
     text = 'A <b> [c] "d" 世界.\n'
     assert allows(tokens, dialect, text) == (True, True)
     assert allows(tokens, dialect, "") == (True, True)
@@ -105,13 +111,14 @@ def test_text_is_free_with_auto_only(name: str, tokens: bool) -> None:
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", ALL)
 def test_several_calls_where_they_are_wanted(name: str, tokens: bool) -> None:
-    dialect = DIALECTS[name]
+    dialect = ALL[name]
     one = dialect.write("get_time", {})
-    if dialect is MISTRAL:
-        inner = one.removeprefix("[TOOL_CALLS][").removesuffix("]")
-        many = [f"[TOOL_CALLS][{', '.join([inner] * count)}]" for count in (2, MAX_CALLS, MAX_CALLS + 1)]
+    if dialect.anywhere and not dialect.opens_each:
+        begins, ends = dialect.opener + dialect.before, dialect.after + dialect.closer
+        inner = one.removeprefix(begins).removesuffix(ends)
+        many = [begins + dialect.between.join([inner] * count) + ends for count in (2, MAX_CALLS, MAX_CALLS + 1)]
     else:
         many = [dialect.between.join([one] * count) for count in (2, MAX_CALLS, MAX_CALLS + 1)]
     for required in (False, True):
@@ -120,9 +127,9 @@ def test_several_calls_where_they_are_wanted(name: str, tokens: bool) -> None:
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", ALL)
 def test_thoughts_come_first(name: str, tokens: bool) -> None:
-    dialect = DIALECTS[name]
+    dialect = ALL[name]
     good, bad = dialect.write("get_time", {}), dialect.write("get_rain", {})
     assert allows(tokens, dialect, f"<think>Hm {{.</think>{good}", thinks=True)[0]
     assert allows(tokens, dialect, f"Hm {{.</think>{good}", thinks=True, thinking=True, required=True)[0]

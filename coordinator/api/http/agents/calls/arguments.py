@@ -1,0 +1,108 @@
+"""Rules of arguments between tags: each follows the schema of its parameter.
+
+Texts are free up to the tag that ends them, but for their length; other values are JSON. A text that may be an object
+or a list as well does not begin like one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coordinator.api.http.agents.calls.forms import Marked
+from coordinator.api.http.agents.calls.marks import MarkRules
+from coordinator.api.http.agents.calls.schemas import bare, guided, placed
+from coordinator.api.http.agents.calls.values import choices, kind_of, parameters
+from outrider.protocol.errors import InvalidRequest
+
+_ANY = r"(.|\n)"
+_OF_TEXTS = {"type", "minLength", "maxLength"}
+_OF_TOOLS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$ref"}
+_OF_TOOLS |= {"$schema", "$id", "x-guidance"}
+_ELSEWHERE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
+
+
+def arguments_rule(form: Marked, name: str, schema: Mapping[str, Any], rules: MarkRules) -> str:
+    """Return the rule of a call's arguments: in the order of their schema, then those that it does not name."""
+    return _ArgumentRules(form, name, schema, rules).pairs()
+
+
+class _ArgumentRules:
+    """Rules of the arguments of one tool."""
+
+    def __init__(self, form: Marked, name: str, schema: Mapping[str, Any], rules: MarkRules) -> None:
+        self._form, self._name, self._rules = form, name, rules
+        self._root = bare(schema)
+        options = schema.get("x-guidance")
+        self._strict = not (isinstance(options, dict) and options.get("lenient"))
+        self._tag = form.ends.strip()
+        self._ends = rules.mark(form.ends)
+
+    def pairs(self) -> str:
+        self._refuse_unknown(self._root, _OF_TOOLS)
+        declared, required, further = parameters(self._root)
+        named = declared | {key: further for key in required if key not in declared}
+        parts = [self._pair(json.dumps(key), part) + "?" * (key not in required) for key, part in named.items()]
+        if further is not False:
+            others = f" & ~/{'|'.join(map(_escaped, named))}/" * bool(named)
+            key = self._rules.add("KEY", rf"/[^<>\"\s]{{1,64}}/{others}")
+            parts.append(self._pair(key, further) + "*")
+        return " ".join(parts)
+
+    def _pair(self, key: str, schema: Any) -> str:
+        mark, form = self._rules.mark, self._form
+        options = [*choices(schema, self._root)]
+        free = [it for it in options if kind_of(it) == "string" and "const" not in it]
+        fixed = [it["const"] for it in options if kind_of(it) == "string" and "const" in it]
+        values = [it for it in options if kind_of(it) != "string"]
+        if values == options:
+            values = [schema]  # as it is, for what its alternatives have in common
+        elif free and not form.other:  # a number and others are texts too, and are read as what they are
+            values = [it for it in values if kind_of(it) in ("array", "object")]
+        texts = [self._text(it, bool(values) and not form.other) for it in free]
+        texts += [f"{json.dumps(it)} {self._ends}" for it in fixed]
+        written = [f"{self._json(values)} {self._ends}"] if values else []
+        told = [(form.value, texts), (form.other or form.value, written)]
+        marks = dict.fromkeys(at for at, some in told if some)
+        rules = (f"{mark(at)} ({' | '.join(one for at_, some in told if at_ == at for one in some)})" for at in marks)
+        return f"({mark(form.key)} {key} ({' | '.join(rules)}))"
+
+    def _text(self, schema: Mapping[str, Any], values: bool) -> str:
+        self._refuse_unknown(schema, _OF_TEXTS)
+        least, most = (it if isinstance(it := schema.get(f"{end}Length"), int) else None for end in ("min", "max"))
+        text = "TEXT"
+        if held := values or least or most is not None:
+            rules = [
+                rf"/{_ANY}{{{least or 0},{'' if most is None else most}}}/",
+                rf"~/{_ANY}*{_escaped(self._tag)}{_ANY}*/",
+            ]
+            rules += [rf"~/[\[{{]{_ANY}*/"] * values
+            text = self._rules.add("TEXT", " & ".join(rules))
+        ends = self._form.ends if held else self._tag
+        after = self._form.ends.partition(self._tag)[2]
+        whole = self._rules.after_text(ends.rstrip(), text, empty=not least)
+        return f"{whole} {json.dumps(after)}" if after else whole
+
+    def _json(self, options: Sequence[dict[str, Any]]) -> str:
+        """Return the rule of a value that follows one of these schemas, with what they refer to."""
+        schema: dict[str, Any] = options[0] if len(options) == 1 else {"anyOf": [*options]}
+        if '"$ref"' in json.dumps(options):
+            root = {key: it for key, it in self._root.items() if key in ("$defs", "definitions")}
+            root = self._root if _ELSEWHERE.search(json.dumps([*options, root])) else root
+            place = "#/$defs/arguments"
+            schema = {**placed(schema, place), "$defs": {"arguments": placed(root, place)}}
+        schema = guided({**schema, "x-guidance": self._root.get("x-guidance", {})})
+        return self._rules.add("value", f"%json {json.dumps(schema)} // {self._name}")
+
+    def _refuse_unknown(self, schema: Mapping[str, Any], known: set[str]) -> None:
+        """Refuse keywords of a strict tool that hold nothing in this form."""
+        if self._strict and (lacked := next((key for key in schema if key not in known), None)) is not None:
+            reason = f"{self._name}: {lacked} cannot be held in calls of the form {self._form.name}"
+            field = "params.grammar.lark"
+            raise InvalidRequest(f"{field} does not compile: {reason}", field=field, value=lacked, limit=reason)
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")

@@ -1,0 +1,59 @@
+"""Rules of the marks around calls: as tokens of their own, and spelled out."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from coordinator.api.http.agents.calls.forms import Dialect, Marked
+from coordinator.workers.target import Target
+
+_SHORT = 3  # characters of added tokens that are no marks, as white space
+
+
+class MarkRules:
+    """Rules of one grammar. Marks that are tokens of their own are allowed as such, and spelled out."""
+
+    def __init__(self, target: Target) -> None:
+        added = target.tokenizer.added_tokens_decoder.items()
+        self._ids = {token.content: id_ for id_, token in added if len(token.content) > _SHORT}
+        self._names: dict[str, str] = {}
+        self.lines: list[str] = []
+
+    def add(self, kind: str, rule: str, *, lazy: bool = False) -> str:
+        """Add a rule, unless it is known. Return its name."""
+        if rule not in self._names:
+            self._names[rule] = f"{kind}_{len(self.lines)}"
+            self.lines.append(f"{self._names[rule]}{'[lazy]' * lazy}: {rule}")
+        return self._names[rule]
+
+    def mark(self, text: str) -> str:
+        """Return the rule of a text with marks."""
+        parts = (
+            f"({self._token(it)} | {json.dumps(it)})" if it in self._ids else json.dumps(it) for it in self._cut(text)
+        )
+        return " ".join(parts)
+
+    def head(self, dialect: Dialect, name: str) -> str:
+        """Return the rule of a call up to its arguments."""
+        if not isinstance(dialect, Marked):
+            return self.mark(dialect.head(name))
+        before, after = (" /[0-9]{1,4}/ ".join(map(self.mark, it.split("0"))) for it in (dialect.begin, dialect.named))
+        return f"{before} {json.dumps(name)} {after}"
+
+    def after_text(self, text: str, of: str = "TEXT", *, empty: bool = True) -> str:
+        """Return a rule of any text up to a mark."""
+        rules, parts = [self.add("until", f"{of} {json.dumps(text)}", lazy=True)], self._cut(text)
+        if (at := next((at for at, part in enumerate(parts) if part in self._ids), None)) is not None:
+            before = self.add("BEFORE", f"{of} {json.dumps(parts[0])}") if at else of + "?" * empty
+            rules.append(" ".join((before, self._token(parts[at]), self.mark("".join(parts[at + 1 :])))))
+        return f"({' | '.join(rules)})"
+
+    def _token(self, text: str) -> str:
+        return f"<[{self._ids[text]}]>"
+
+    def _cut(self, text: str) -> list[str]:
+        """Return the parts of a text, with those that are tokens apart."""
+        tokens = sorted((token for token in self._ids if token in text), key=len, reverse=True)
+        cut = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+        return [part for part in cut if part]

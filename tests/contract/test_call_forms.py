@@ -1,0 +1,173 @@
+"""Calls in the forms of today's agent models, over real sockets: valid arguments, in pieces too, and sent back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from coordinator.api.service import CoordinatorService
+from outrider.base.aio import until as soon
+from outrider.engine.loading.loader import LoadedModel
+from outrider.settings.coordinator import CoordinatorSettings
+from tests.cluster import Redis, in_process
+from tests.contract.conftest import HEARTBEAT_MS, drafter_serving, verifier_serving
+from tests.contract.test_tools import ASK, CHAT, SCHEMAS, named, streamed
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+FORMS = ("qwen3_coder", "glm47", "minimax_m2", "deepseek_v32", "deepseek_v3", "kimi_k2", "cohere", "nemotron")
+SEEDS = 6
+NOTE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "minLength": 1, "maxLength": 5},
+        "to": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+        "lines": {"type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0}, "maxItems": 2},
+    },
+    "required": ["text", "to"],
+    "additionalProperties": False,
+}
+ALL: dict[str, dict[str, Any]] = {**SCHEMAS, "note": NOTE}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": name, "parameters": it}} for name, it in ALL.items()]
+ONE: dict[str, Any] = ASK | {"tools": TOOLS, "max_tokens": 600, "tool_choice": "required", "parallel_tool_calls": False}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def apis(
+    loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[dict[str, AsyncOpenAI]]:
+    """A client for each form, of a coordinator of its own; all of them share the workers."""
+    async with AsyncExitStack() as stack:
+        services, addresses = [], []
+        for form in FORMS:
+            asked: dict[str, Any] = {"http_port": 0, "heartbeat_ms": HEARTBEAT_MS, "worker_wait_s": 5}
+            settings = CoordinatorSettings(tool_parser=form, **asked)
+            services.append(CoordinatorService(settings, redis_server.url))
+            addresses.append(await stack.enter_async_context(in_process(services[-1], settings)))
+        everywhere = {"coordinators": ",".join(addresses)}
+        await stack.enter_async_context(verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), **everywhere))
+        await stack.enter_async_context(drafter_serving(kind="ngram", **everywhere))
+        clients = {}
+        for form, service in zip(FORMS, services, strict=True):
+            assert await soon(lambda at=service: at.ready() and len(at.sessions.worker_pool.connections()) == 2, 20)
+            base = f"http://{service.http_address}/v1"
+            made = AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=60)
+            clients[form] = await stack.enter_async_context(made)
+        yield clients
+
+
+async def asked(api: AsyncOpenAI, gamma: int, **body: Any) -> tuple[str, list[tuple[str, str]], str]:
+    """The content of an answer, its calls, and the reason of its end."""
+    found = await api.chat.completions.create(**body, extra_body={"speculation": {"gamma": gamma}})
+    [choice] = found.choices
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+    return choice.message.content or "", calls, choice.finish_reason
+
+
+def check(calls: list[tuple[str, str]]) -> None:
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), ALL[name] or {"type": "object", "maxProperties": 0})
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_calls_are_valid_and_the_same_in_every_way(apis: dict[str, AsyncOpenAI], form: str) -> None:
+    drawn = set()
+    for seed in range(SEEDS):
+        choice = (named("note"), "required", named("get_weather"))[seed % 3]
+        body = ONE | {"tool_choice": choice, "seed": seed}
+        whole = await asked(apis[form], 4, **body)
+        assert await asked(apis[form], 0, **body) == whole
+        pieces, reason = await streamed(apis[form], **body)
+        told = [(call["name"], call["arguments"]) for call in pieces["tool_calls"]]
+        assert (pieces["content"], told, reason) == whole
+        content, calls, reason = whole
+        assert (content, len(calls), reason) == ("", 1, "tool_calls")
+        check(calls)
+        drawn |= {name for name, _ in calls}
+    assert {"note", "get_weather"} <= drawn
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_several_calls_are_valid(apis: dict[str, AsyncOpenAI], form: str) -> None:
+    body = ASK | {"tools": TOOLS[:3], "tool_choice": "required", "max_tokens": 600}
+    body["logit_bias"] = {str(ord("_") - ord("!")): 100 * (form == "kimi_k2")}  # <|tool_call_begin, not <|tool_calls
+    for seed in range(20):
+        content, calls, reason = await asked(apis[form], 4, **body, seed=seed)
+        assert content == ""
+        check(calls if reason == "tool_calls" else calls[:-1])
+        if len(calls) > 1:
+            return
+    pytest.fail("one call in each answer")
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_call_that_is_cut_is_a_beginning_and_can_be_sent_back(apis: dict[str, AsyncOpenAI], form: str) -> None:
+    body = ONE | {"tool_choice": named("note"), "seed": 2}
+    _, [(_, whole)], _ = await asked(apis[form], 4, **body)
+    lengths = set()
+    for most in range(40, 110, 6):
+        content, calls, reason = await asked(apis[form], 4, **body | {"max_tokens": most})
+        if reason != "length":
+            break
+        for name, arguments in calls:
+            assert name == "note"
+            assert whole.startswith(arguments.rstrip("\N{REPLACEMENT CHARACTER}")), "half a character may be its end"
+            lengths.add(len(arguments))
+            assert not content
+    assert len(lengths) > 1
+    call = {"id": "a", "type": "function", "function": {"name": "note", "arguments": arguments}}
+    said: list[Any] = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "."},
+    ]
+    assert await asked(apis[form], 4, **ONE | {"messages": [*CHAT, *said], "tool_choice": "none", "max_tokens": 4})
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_text_without_a_call_is_content(apis: dict[str, AsyncOpenAI], form: str) -> None:
+    body = ASK | {"tools": TOOLS, "seed": 3, "max_tokens": 30}
+    content, calls, reason = await asked(apis[form], 4, **body)
+    assert content
+    assert not calls
+    assert await asked(apis[form], 0, **body) == (content, calls, reason)
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_response_has_the_calls_of_its_chat(apis: dict[str, AsyncOpenAI], form: str) -> None:
+    flat: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    _, calls, _ = await asked(apis[form], 4, **ONE | {"seed": 1})
+    given: dict[str, Any] = {
+        "model": "",
+        "input": "Weather?",
+        "tools": flat,
+        "temperature": 1,
+        "tool_choice": "required",
+    }
+    given |= {"parallel_tool_calls": False, "max_output_tokens": 300, "extra_body": {"seed": 1}}
+    found = await apis[form].responses.create(**given)
+    assert [(item.name, item.arguments) for item in found.output if item.type == "function_call"] == calls
+    async with apis[form].responses.stream(**given) as stream:
+        events = [event async for event in stream]
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == calls[0][1]
+
+
+async def test_a_strict_tool_is_refused_for_what_its_form_cannot_hold(apis: dict[str, AsyncOpenAI]) -> None:
+    schema = {"properties": {"day": {"type": "string", "format": "date"}}, "required": ["day"]}
+    for form, refused in (("qwen3_coder", True), ("kimi_k2", False)):
+        tool = {"type": "function", "function": {"name": "plan", "strict": True, "parameters": schema}}
+        body = ONE | {"tools": [tool], "max_tokens": 100}
+        if not refused:
+            assert (await asked(apis[form], 4, **body))[1]
+            continue
+        with pytest.raises(openai.BadRequestError, match="plan: format cannot be held") as caught:
+            await asked(apis[form], 4, **body)
+        assert caught.value.param == "tools"

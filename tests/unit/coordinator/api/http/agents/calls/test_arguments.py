@@ -1,0 +1,194 @@
+"""What arguments between tags may be, compiled by the real grammar engine: the same that their schema takes as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from coordinator.api.http.agents.calls.forms import Marked
+from coordinator.api.http.agents.calls.values import kinds
+from coordinator.api.http.agents.dialects import Manner
+from coordinator.api.http.agents.parser import AnswerParser
+from coordinator.api.http.agents.tool_grammar import grammar_of
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import SamplingParams
+from tests.unit.coordinator.api.http.agents.calls.test_scanner import typed_calls
+from tests.unit.coordinator.api.http.agents.test_parser import parsed
+from tests.unit.coordinator.api.http.agents.test_tool_grammar import TAGGED, TARGETS
+
+LENIENT = {"x-guidance": {"lenient": True}}
+DEFINED = {"Unit": {"enum": ["celsius", "kelvin"]}, "Node": {"type": "object", "properties": {"next": {"$ref": "#"}}}}
+
+
+def allows(form: Marked, schema: Mapping[str, Any], text: str, *, tokens: bool = False, strict: bool = False) -> bool:
+    target = TARGETS[tokens]
+    tools = {"f": {"type": "object", **({} if strict else LENIENT), **schema}}
+    grammar = grammar_of(tools, Manner(form, True), target, required=True, parallel=False)
+    guide, ids = target.grammars.compile(SamplingParams(grammar=grammar)), list(target.encode(text))
+    if guide.count_allowed(ids) < len(ids):
+        return False
+    guide.advance(ids)
+    return guide._complete or guide.count_allowed([target.tokenizer.eos_token_id]) == 1
+
+
+def of(schema: Any, *, further: Any = False, required: bool = True, **more: Any) -> dict[str, Any]:
+    """Return the schema of a tool with one parameter."""
+    return {"properties": {"a": schema}, "required": ["a"] * required, "additionalProperties": further, **more}
+
+
+CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+    "a text": (of({"type": "string"}), ["", "3", "null", " \n<b> é", "{"], []),
+    "its length": (of({"type": "string", "minLength": 2, "maxLength": 4}), ["ab", "é\n <"], ["", "a", "abcde"]),
+    "an integer": (of({"type": "integer", "minimum": 1, "maximum": 12}), [1, 12], [0, 13, 1.5, "1x", "", None]),
+    "a boolean": (of({"type": "boolean"}), [True, False], ["True", "", 0]),
+    "one of texts": (of({"enum": ["a", "ab"]}), ["a", "ab"], ["", "b", "abc", 3]),
+    "one of texts, or null": (of({"type": ["string", "null"], "enum": ["a", None]}), ["a", None], ["b", ""]),
+    "a constant": (of({"const": 3}), [3], [4, "a"]),
+    "any text, or null": (of({"anyOf": [{"type": "string"}, {"type": "null"}]}), ["a", None, ""], []),
+    "an integer, or null": (of({"type": ["integer", "null"]}), [3, None], ["a", True]),
+    "a list of integers": (of({"type": "array", "items": {"type": "integer"}}), [[], [1, 2]], [["a"], {}, "", 1]),
+    "a text, or a list": (
+        of({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+        ["a", ["a", "]"], 3],
+        [[1]],
+    ),
+    "an object": (of({"type": "object", "properties": {"x": {"type": "null"}}}), [{"x": None}], [{"x": 1}, []]),
+    "by reference": (of({"$ref": "#/$defs/Unit"}, **{"$defs": DEFINED}), ["kelvin"], ["k", 3]),
+    "a reference to the whole": (
+        of({"$ref": "#/$defs/Node"}, required=False, **{"$defs": DEFINED}),
+        [{"next": {"a": {"next": {}}}}],
+        [{"next": {"b": 3}}, {"next": 3}],
+    ),
+    "references within": (
+        of({"type": "array", "items": {"$ref": "#/$defs/Unit"}}, **{"$defs": DEFINED}),
+        [["kelvin", "celsius"]],
+        [["x"]],
+    ),
+    "all of one": (of({"allOf": [{"$ref": "#/$defs/Unit"}], "default": "x"}, **{"$defs": DEFINED}), ["kelvin"], ["x"]),
+    "all of several": (of({"allOf": [{"type": "integer"}, {"minimum": 3}]}), [3], [2, "a"]),
+    "itself": (
+        of({"$ref": "#/$defs/X"}, **{"$defs": {"X": {"anyOf": [{"$ref": "#/$defs/X"}, {"const": 1}]}}}),
+        [1],
+        [2],
+    ),
+    "of no type": (of({"description": "Anything."}), ["a", 3], []),
+}
+
+
+MARKED_APART = {"a text, or a list": [3], "of no type": [3]}  # numbers, where the mark says what is a text
+
+
+@pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
+@pytest.mark.parametrize("name", CASES)
+def test_values_follow_their_schema(name: str, form: Marked) -> None:
+    schema, good, bad = CASES[name]
+    for value in good:
+        if not (form.other and value in MARKED_APART.get(name, [])):
+            assert allows(form, schema, form.write("f", {"a": value})), value
+    for value in bad:
+        assert not allows(form, schema, form.write("f", {"a": value})), value
+
+
+@pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+def test_parameters_are_those_of_the_schema(form: Marked, tokens: bool) -> None:
+    schema: dict[str, Any] = {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "ab": {}}}
+    closed = schema | {"required": ["a"], "additionalProperties": False}
+    open_ = schema | {"required": ["a", "z"], "additionalProperties": {"type": "integer"}}
+
+    def takes(of_: dict[str, Any], **given: Any) -> bool:
+        return allows(form, of_, form.write("f", given), tokens=tokens)
+
+    assert takes(closed, a="x")
+    assert takes(closed, a="x", b=3)
+    assert takes(closed, a="x", b=3, ab="y")
+    assert not takes(closed), "a is required"
+    assert not takes(closed, b=3)
+    assert not takes(closed, b=3, a="x"), "they come in their order"
+    assert not takes(closed, a="x", a_b="y")
+    assert not takes(closed, a="x", b="y")
+    assert takes(open_, a="x", z=3, more=4, most=5)
+    assert not takes(open_, a="x", b=3), "z is required"
+    assert not takes(open_, a="x", z=3, more="y")
+    assert not takes(open_, a="x", z=3, b=4), "a declared one in its place only"
+    assert takes(schema, zip="x"), "without a rule for further ones"
+    assert takes({"$ref": "#/$defs/f", "$defs": {"f": closed}}, a="x", b=3)
+    assert not takes({"$ref": "#/$defs/f", "$defs": {"f": closed}}, b=3)
+
+
+@pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
+@pytest.mark.parametrize(
+    ("schema", "lacked"),
+    [
+        (of({"type": "string", "format": "date"}), "format"),
+        (of({"anyOf": [{"type": "string", "pattern": "a"}, {"type": "null"}]}), "pattern"),
+        (of({"type": "string"}, minProperties=1), "minProperties"),
+        (of({"$ref": "#/$defs/X"}, **{"$defs": {"X": {"type": "string", "format": "uuid"}}}), "format"),
+    ],
+)
+def test_what_holds_nothing_is_refused_of_strict_tools_only(form: Marked, schema: dict[str, Any], lacked: str) -> None:
+    text = form.write("f", {"a": "x"})
+    assert allows(form, schema, text)
+    with pytest.raises(InvalidRequest, match=f"does not compile: f: {lacked} "):
+        allows(form, schema, text, strict=True)
+
+
+@pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
+def test_strict_tools_may_have_what_is_held(form: Marked) -> None:
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "description": "Does it.",
+        "properties": {
+            "a": {"type": "string", "title": "A", "minLength": 1},
+            "b": {"type": ["integer", "null"], "minimum": 1},
+            "c": {"type": "array", "items": {"type": "string", "format": "date"}},
+        },
+        "required": ["a", "b", "c"],
+        "additionalProperties": False,
+    }
+    assert allows(form, schema, form.write("f", {"a": "x", "b": None, "c": ["2026-11-30"]}), strict=True)
+    assert not allows(form, schema, form.write("f", {"a": "x", "b": None, "c": ["today"]}), strict=True)
+    with pytest.raises(InvalidRequest, match="f: "):
+        allows(form, of({"type": "array", "items": {"type": "string", "format": "nonsense"}}), "", strict=True)
+
+
+@pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": [], "required": "a"},
+        {"properties": {"a": 3}, "required": [4, "a"], "additionalProperties": 3},
+        {"$ref": 3, "x-guidance": 5},
+        {"properties": {"a": {"$ref": 3, "enum": 4, "anyOf": "x"}}, "$defs": []},
+    ],
+)
+def test_a_schema_that_is_none_is_a_text_or_refused(form: Marked, schema: dict[str, Any]) -> None:
+    text = form.write("f", {"a": "x"})
+    with suppress(InvalidRequest):  # of the grammar engine, for what it does not take either
+        assert allows(form, schema, text)
+    assert parsed(AnswerParser(Manner(form, True), {"f": schema}), [text]).calls == [("f", '{"a": "x"}')]
+
+
+@pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
+def test_many_references_take_no_time(form: Marked) -> None:
+    """Each expanded where it stands, ten references to ten references would take hours."""
+    wide = {f"X{at}": {"anyOf": [{"$ref": f"#/$defs/X{other}"} for other in range(20)]} for at in range(20)}
+    assert kinds({"$ref": "#/$defs/X0"}, {"$defs": wide}) == {"string"}
+    assert allows(
+        form, of({"$ref": "#/$defs/X0"}, **{"$defs": wide | {"X19": {"type": "string"}}}), form.write("f", {"a": ""})
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(form=st.sampled_from([*TAGGED.values()]), call=typed_calls())
+def test_what_follows_a_schema_is_allowed(form: Marked, call: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    schema, arguments = call
+    assume(form.ends.strip() not in form.body(arguments).replace(form.ends, ""))
+    assume(not any(isinstance(it, float | int) and abs(it) > 1e15 for it in arguments.values()))  # as constants
+    closed = schema | {"required": list(schema["properties"]), "additionalProperties": False}
+    assert allows(form, closed, form.write("f", arguments)), form.write("f", arguments)
