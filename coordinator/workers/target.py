@@ -39,7 +39,8 @@ _READING = ThreadPoolExecutor(2, "tokenizers")  # requests have others, which no
 _FIELD = {"type": "object", "properties": {"word": {"type": "string"}}}
 _TOOL = {"type": "function", "function": {"name": "note", "description": "Note a word.", "parameters": _FIELD}}
 _CALL = {"id": "outrider1", "type": "function", "function": {"name": "note", "arguments": {"word": "outrun"}}}
-_CALLED: Sequence[Mapping[str, object]] = [
+CALLED = {"calls": "outrun", "results": "Noted."}  # what tells in `_CHAT` that they are shown
+_CHAT: Sequence[Mapping[str, object]] = [
     PROBE,
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "tool_call_id": "outrider1", "content": "Noted."},
@@ -102,10 +103,14 @@ class Target:
         return ""
 
     @cached_property
-    def shows_calls(self) -> tuple[bool, bool]:
-        """Return whether the chat template shows calls of a history: in chats without tools, and in others."""
-        without, others = (self.preview(Chat(_CALLED, tools)) for tools in ((), [_TOOL]))
-        return "outrun" in without, "outrun" in others
+    def dropped(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Return what the chat template drops of a history, calls or results: in chats without tools, and in others.
+
+        Without tools, one that drops either knows neither.
+        """
+        without, others = (self.preview(Chat(_CHAT, tools)) for tools in ((), [_TOOL]))
+        lost = [it for it in CALLED if CALLED[it] not in others]
+        return [*CALLED] if any(word not in without for word in CALLED.values()) else [], lost
 
     @cached_property
     def _wants_parts(self) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from coordinator.api.http.agents.bodies import ChatFields, Tool
 from coordinator.api.http.agents.calls.forms import Dialect, give_ids
 from coordinator.api.http.agents.dialects import Manner, one_system, shows_all
 from coordinator.workers.chat_template import Chat
-from coordinator.workers.target import Target
+from coordinator.workers.target import CALLED, Target
 
 _INSTRUCTIONS = """You can call these functions. Each line is one of them, with the JSON schema of its parameters:
 {tools}
@@ -29,13 +29,13 @@ def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner, target: Tar
     absent: dict[str, Any] = _FIELDS if manner.all_fields else {}
     functions = (absent | tool.function.model_dump(exclude_none=True, exclude={"strict", "type"}) for tool in tools)
     described = [{"type": "function", "function": function} for function in functions]
-    calls = any("tool_calls" in message for message in messages)
-    if not manner.knows_tools or (calls and not target.shows_calls[bool(described)]):
-        _put_in_words(messages, manner.dialect)
     if not manner.knows_tools:
+        _put_in_words(messages, manner.dialect, CALLED)
         if described:
             _instruct(messages, described, manner.dialect, target)
         described = []
+    elif any("tool_calls" in message for message in messages):
+        _put_in_words(messages, manner.dialect, target.dropped[bool(described)])
     return Chat(messages, described, body.add_generation_prompt, body.continue_final_message, body.variables)
 
 
@@ -50,14 +50,15 @@ def _instruct(messages: list[dict[str, Any]], tools: Sequence[Any], dialect: Dia
     told["content"] = f"{told['content']}\n\n{text}".lstrip()
 
 
-def _put_in_words(messages: Sequence[dict[str, Any]], dialect: Dialect) -> None:
-    """Write calls into the texts of assistants, and their results into messages of the user."""
+def _put_in_words(messages: Sequence[dict[str, Any]], dialect: Dialect, parts: Collection[str]) -> None:
+    """Write calls into the texts of assistants, and their results into messages of the user, as `parts` has them."""
     names: dict[str, str] = {}
     for message in messages:
-        calls = message.pop("tool_calls", ())
+        calls = message.get("tool_calls", ())
         names |= {call["id"]: call["function"]["name"] for call in calls}
-        if (id_ := message.pop("tool_call_id", None)) is not None:
+        if "results" in parts and (id_ := message.pop("tool_call_id", None)) is not None:
             told = f"Result of {names.get(id_, 'a function')}:\n{message['content']}"
             message.update(role="user", content=told)
-        written = (dialect.write(**call["function"]) for call in calls)
-        message["content"] = "\n".join(filter(None, [message["content"], *written]))
+        if "calls" in parts and calls:
+            written = dialect.write_all(call["function"] for call in message.pop("tool_calls"))
+            message["content"] = "\n".join(filter(None, [message["content"], written]))

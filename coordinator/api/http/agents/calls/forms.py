@@ -38,8 +38,14 @@ class Dialect:
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return the text of a call as a model would write it."""
-        call = self.head(name) + self.body(arguments) + self.tail
-        return f"{self.opener}{self.before}{call}{self.after}{self.closer}" if self.anywhere else call
+        return self.write_all([{"name": name, "arguments": arguments}])
+
+    def write_all(self, calls: Iterable[Mapping[str, Any]]) -> str:
+        """Return the text of all calls of an answer."""
+        texts = [self.head(call["name"]) + self.body(call["arguments"]) + self.tail for call in calls]
+        begins, ends = (self.opener + self.before, self.after + self.closer) if self.anywhere else ("", "")
+        between = f"{ends}{self.between}{begins}" if self.opens_each else self.between
+        return begins + between.join(texts) + ends
 
     @property
     def marks(self) -> str:

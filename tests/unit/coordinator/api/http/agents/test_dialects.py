@@ -232,7 +232,8 @@ def test_calls_that_a_template_with_tools_drops_are_put_in_words(tools: dict[str
     """An agent's second step did not see what its first one had called."""
     told = rendered(DROPS_CALLS, messages=STEP, **tools)
     call = HERMES.write("find", {"word": "x"})
-    assert told.endswith(f"<user>Hi.\n<assistant>{call}\n<user>Result of find:\nOn 3.\n")
+    result = "On 3." if tools else "Result of find:\nOn 3."
+    assert told.endswith(f"<user>Hi.\n<assistant>{call}\n<user>{result}\n")
     assert told.count('"find"') == (2 if tools else 1), "the template tells of the tools, once"
     assert "You can call" not in told
 
@@ -287,7 +288,8 @@ NINE = (
     CALLS + "{% for m in messages %}"
     "{% for id in [m.tool_call_id] + m.tool_calls | default([]) | map(attribute='id') | list %}"
     "{% if id is defined %}{% if id | length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings "
-    "with length 9!') }}{% endif %}{{ id }};{% endif %}{% endfor %}{% endfor %}{# {{ tools }} [TOOL_CALLS] #}"
+    "with length 9!') }}{% endif %}{{ id }};{% endif %}{% endfor %}"
+    "{{ m.content if m.role == 'tool' }}{% endfor %}{# {{ tools }} [TOOL_CALLS] #}"
 )
 
 
@@ -298,9 +300,9 @@ def test_ids_of_calls_have_the_length_that_templates_of_mistral_want(given: str,
     """Agents write ids of their own, and those of other servers are in chats that go on with another model."""
     called = CALLED | {"tool_calls": [CALLED["tool_calls"][0] | {"id": given}]}  # type: ignore[index]
     messages = [USER, called, {"role": "tool", "tool_call_id": given, "content": "1"}]
-    assert rendered(NINE, messages=messages) == f"{told};{told};"
+    assert rendered(NINE, messages=messages) == f"{told};{told};1"
     assert rendered(NINE.replace("[TOOL_CALLS]", "<tool_call>").replace(" != 9", " == 0"), messages=messages) == (
-        f"{given};{given};"
+        f"{given};{given};1"
     )
 
 

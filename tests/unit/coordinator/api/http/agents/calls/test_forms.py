@@ -161,3 +161,15 @@ def test_calls_of_kimi_are_numbered_through_a_chat() -> None:
         "functions.f:2",
         "c",
     ]
+
+
+@pytest.mark.parametrize("form", [forms.GRANITE, forms.HERMES, forms.KIMI_K2], ids=lambda form: form.name)
+def test_a_template_that_drops_calls_has_them_in_the_text_of_the_assistant(form: Dialect) -> None:
+    """That of Granite 3.3 tells of tools, and writes an assistant's text alone: the target lost what it had called."""
+    template = HEAD.partition("{% for c in")[0] + "{% endif %}{% endfor %}{# " + form.opener + " #}"
+    called: Any = CALLED | {"content": "So.", "tool_calls": CALLED["tool_calls"] * 2}
+    text = rendered(template, messages=[USER, called, RESULT], tools=TOOLS)
+    call = {"name": "f", "arguments": {"city": "Köln", "days": 3, "spots": [{"x": None}]}}
+    assert f"<assistant>So.\n{form.write_all([call, call])}<tool " in text
+    assert text.endswith(">Sunny."), "results are the template's"
+    assert "You can call" not in text
