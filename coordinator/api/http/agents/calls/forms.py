@@ -160,6 +160,7 @@ _SHOWN: tuple[tuple[Dialect, tuple[str, ...]], ...] = (
     (MISTRAL, (MISTRAL.opener,)),
     (LLAMA3, (LLAMA3.opener,)),
     (LLAMA3, ("<|start_header_id|>", '"parameters"')),
+    (LLAMA3, ("<|header_start|>", '"parameters"')),
     (JSON, ()),
 )
 

@@ -107,6 +107,7 @@ def test_a_template_shows_its_form_and_writes_calls_in_it(name: str) -> None:
         ),
         ('<{{ dsml_token }}function_calls>{# "｜DSML｜" #}', forms.DEEPSEEK_V32),
         ("<|START_ACTION|>[", forms.COHERE),
+        ("""<|header_start|>assistant<|header_end|>{{ '"parameters": ' }}""", forms.LLAMA3),
         ("<TOOLCALL>[{", forms.NEMOTRON),
         ("objects within <tool_call></tool_call>: <tool_calls>[...]</tool_calls>", forms.HUNYUAN),
         ("respond only with <|tool_call|> followed by a JSON list", forms.GRANITE),
