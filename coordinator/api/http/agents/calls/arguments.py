@@ -38,7 +38,7 @@ class _ArgumentRules:
         options = schema.get("x-guidance")
         self._strict = not (isinstance(options, dict) and options.get("lenient"))
         self._tag = form.ends.strip()
-        self._ends = rules.mark(form.ends)
+        self._ends = self._mark(form.ends)
 
     def pairs(self) -> str:
         self._refuse_unknown(self._root, _OF_TOOLS)
@@ -52,7 +52,7 @@ class _ArgumentRules:
         return " ".join(parts)
 
     def _pair(self, key: str, schema: Any) -> str:
-        mark, form = self._rules.mark, self._form
+        mark, form = self._mark, self._form
         options = [*choices(schema, self._root)]
         free = [it for it in options if kind_of(it) == "string" and "const" not in it]
         fixed = [it["const"] for it in options if kind_of(it) == "string" and "const" in it]
@@ -69,6 +69,9 @@ class _ArgumentRules:
         rules = (f"{mark(at)} ({' | '.join(one for at_, some in told if at_ == at for one in some)})" for at in marks)
         return f"({mark(form.key)} {key} ({' | '.join(rules)}))"
 
+    def _mark(self, text: str) -> str:
+        return self._rules.add("mark", self._rules.mark(text))  # by name: each parameter has them
+
     def _text(self, schema: Mapping[str, Any], values: bool) -> str:
         self._refuse_unknown(schema, _OF_TEXTS)
         least, most = (it if isinstance(it := schema.get(f"{end}Length"), int) else None for end in ("min", "max"))
@@ -83,7 +86,7 @@ class _ArgumentRules:
         ends = self._form.ends if held else self._tag
         after = self._form.ends.partition(self._tag)[2]
         whole = self._rules.after_text(ends.rstrip(), text, empty=not least)
-        return f"{whole} {json.dumps(after)}" if after else whole
+        return self._rules.add("text", f"{whole} {json.dumps(after)}") if after else whole
 
     def _json(self, options: Sequence[dict[str, Any]]) -> str:
         """Return the rule of a value that follows one of these schemas, with what they refer to."""

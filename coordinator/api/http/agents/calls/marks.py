@@ -29,10 +29,10 @@ class MarkRules:
 
     def mark(self, text: str) -> str:
         """Return the rule of a text with marks."""
-        parts = (
-            f"({self._token(it)} | {json.dumps(it)})" if it in self._ids else json.dumps(it) for it in self._cut(text)
-        )
-        return " ".join(parts)
+        parts = self._cut(text)
+        rules = (f"({self._token(it)} | {json.dumps(it)})" if it in self._ids else json.dumps(it) for it in parts)
+        rule = " ".join(rules)
+        return rule if self._ids.keys().isdisjoint(parts) else self.add("mark", rule)
 
     def head(self, dialect: Dialect, name: str) -> str:
         """Return the rule of a call up to its arguments."""
@@ -47,7 +47,7 @@ class MarkRules:
         if (at := next((at for at, part in enumerate(parts) if part in self._ids), None)) is not None:
             before = self.add("BEFORE", f"{of} {json.dumps(parts[0])}") if at else of + "?" * empty
             rules.append(" ".join((before, self._token(parts[at]), self.mark("".join(parts[at + 1 :])))))
-        return f"({' | '.join(rules)})"
+        return rules[0] if len(rules) == 1 else self.add("text", " | ".join(rules))
 
     def _token(self, text: str) -> str:
         return f"<[{self._ids[text]}]>"

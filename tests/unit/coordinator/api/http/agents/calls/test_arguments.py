@@ -184,6 +184,18 @@ def test_many_references_take_no_time(form: Marked) -> None:
     )
 
 
+@pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+def test_a_hundred_tools_have_room(form: Marked, tokens: bool) -> None:
+    """Each parameter has the marks around it: by name, they take no more of the 64 KiB than as JSON."""
+    types: list[Any] = [{"type": "string"}, {"type": "integer"}, {"type": ["string", "null"]}]
+    tool = {"type": "object", "properties": {f"parameter_{at}": types[at % 3] for at in range(6)}, **LENIENT}
+    tools, target = {f"tool_{at}": tool | {"additionalProperties": False} for at in range(100)}, TARGETS[tokens]
+    grammar = grammar_of(tools, Manner(form, True), target, required=False, parallel=True)
+    assert len(grammar.text.encode()) < 64 * 1024
+    target.grammars.compile(SamplingParams(grammar=grammar))
+
+
 @settings(max_examples=100, deadline=None)
 @given(form=st.sampled_from([*TAGGED.values()]), call=typed_calls())
 def test_what_follows_a_schema_is_allowed(form: Marked, call: tuple[dict[str, Any], dict[str, Any]]) -> None:
