@@ -23,8 +23,8 @@ from outrider.engine.loading.options import EngineOptions, pick_device, pick_dty
 from outrider.engine.native import NativeEngine
 from outrider.engine.native.build import find_library
 from outrider.launch.stack import LaunchPlan
-from outrider.models.gguf import load_whole
 from outrider.models.hub import locate_safetensors
+from outrider.models.pretrained import load_whole
 from outrider.protocol.errors import StartupError
 from outrider.speculation.acceptance import likeliest
 

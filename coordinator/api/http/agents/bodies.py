@@ -163,8 +163,7 @@ class ChatFields(Body):
     def _one_end_and_distinct_tools(self) -> ChatFields:
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message needs add_generation_prompt: false")
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
+        if len({tool.function.name for tool in self.tools or ()}) < len(self.tools or ()):
             raise ValueError("tools must have names of their own")
         return self
 

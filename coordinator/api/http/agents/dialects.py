@@ -16,7 +16,6 @@ THOUGHTS = (
     ("[THINK]", "[/THINK]"),  # of Magistral
     ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # of Command A Reasoning
-    ("<|channel|>analysis<|message|>", "assistant<|channel|>final"),  # of gpt-oss
     ("<|channel>thought", "<channel|>"),  # of Gemma 4
 )
 _TOOLS = re.compile(r"(?<![\w.'\"])tools\b(?!['\"])")  # the variable, and no field of messages

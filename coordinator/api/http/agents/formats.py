@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from coordinator.api.http.agents.calls.forms import Dialect
+from coordinator.api.http.agents.calls.forms import HARMONY, Dialect
 from coordinator.api.http.agents.calls.schemas import guided, placed
 from coordinator.api.http.agents.dialects import THOUGHTS
 from outrider.protocol.sampling_params import Grammar
@@ -21,8 +21,9 @@ def rule_of(answer: Grammar, dialect: Dialect) -> str:
     """Return the lines of the rule `answer`: texts of this format that do not begin like a call."""
     if answer.regex:
         pattern = _ESCAPED.sub(lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0][-1], found[0]), answer.regex)
-        begins = "|".join(map(re.escape, (*dict(THOUGHTS), *call_starts(dialect, (), formatted=dialect.anywhere))))
-        return f"answer: ANSWER\nANSWER: /{pattern}/ & ~/(\\s|{begins})(.|\\n)*/"
+        starts = (*dict(THOUGHTS), *call_starts(dialect, (), formatted=dialect.anywhere))
+        unlike = "" if dialect is HARMONY else f" & ~/(\\s|{'|'.join(map(re.escape, starts))})(.|\\n)*/"
+        return f"answer: ANSWER\nANSWER: /{pattern}/{unlike}"
     schema = json.loads(answer.json_schema) if answer.json_schema else {"type": "object"}
     if not dialect.anywhere:  # the condition is for the answer, not for parts of it that refer to the whole
         whole = {"$defs": {"answer": placed(schema, "#/$defs/answer")}, "allOf": _NO_CALL}

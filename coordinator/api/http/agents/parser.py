@@ -38,7 +38,6 @@ class Part:
 class _State(Enum):
     START = auto()
     REASONING = auto()
-    HEADER = auto()  # of gpt-oss's last channel, which may name a format
     OPENING = auto()  # of the answer itself: a call may begin here
     CONTENT = auto()
     CALLS = auto()  # between calls
@@ -50,9 +49,7 @@ class AnswerParser:
 
     def __init__(self, manner: Manner, names: Collection[str] = (), *, formatted: bool = False) -> None:
         self._dialect = dialect = manner.dialect
-        self._think, self._thought = manner.thoughts
-        self._starts_with = (self._think, self._thought.removeprefix("assistant"))  # the latter without thoughts
-        self._then = _State.HEADER if self._thought.endswith("final") else _State.OPENING
+        self._think, self._thought = self._marks = manner.thoughts  # the latter without thoughts
         self._formatted = formatted
         self._starts = call_starts(dialect, names, formatted=formatted) if names else ()
         self._opener = dialect.opener if names and dialect.anywhere and not formatted else ""
@@ -105,9 +102,7 @@ class AnswerParser:
             case _State.START:
                 return self._start()
             case _State.REASONING:
-                return self._until(self._thought, PartKind.REASONING, self._then)
-            case _State.HEADER:
-                return self._until("<|message|>", None, _State.OPENING)
+                return self._until(self._thought, PartKind.REASONING, _State.OPENING)
             case _State.OPENING:
                 return self._opening()
             case _State.CONTENT:
@@ -119,12 +114,11 @@ class AnswerParser:
 
     def _start(self) -> bool:
         text = self._text[:_MOST].lstrip()
-        mark = next((mark for mark in self._starts_with if text.startswith(mark)), "")
-        begun = any(mark.startswith(text) for mark in self._starts_with)
-        if not mark and begun and not self._ended and len(self._text) < _MOST:
+        mark = next((mark for mark in self._marks if text.startswith(mark)), "")
+        if not (mark or self._ended) and len(self._text) < _MOST and any(it.startswith(text) for it in self._marks):
             return False
         self._text = self._text.lstrip()[len(mark) :] if mark else self._text
-        self._state = _State.REASONING if mark == self._think else self._then if mark else _State.OPENING
+        self._state = _State.REASONING if mark == self._think else _State.OPENING
         return True
 
     def _opening(self) -> bool:
@@ -144,8 +138,8 @@ class AnswerParser:
             self._state = _State.CALLS
         return True
 
-    def _until(self, mark: str, kind: PartKind | None, then: _State) -> bool:
-        """Pass on text up to a mark, of no kind to nothing; an end that may begin the mark waits."""
+    def _until(self, mark: str, kind: PartKind, then: _State) -> bool:
+        """Pass on text up to a mark; an end that may begin the mark waits."""
         at = self._text.find(mark) if mark else -1
         if at >= 0:
             self._emit(kind, self._text[:at])
@@ -226,11 +220,10 @@ class AnswerParser:
             self._opened, self._state = "", _State.CONTENT
         return True
 
-    def _emit(self, kind: PartKind | None, text: str) -> None:
+    def _emit(self, kind: PartKind, text: str) -> None:
         if kind is PartKind.CONTENT and not self.said:
-            blank = not text.strip()
-            text, self._blank = ("", self._blank + text) if blank else (self._blank + text, "")
-        if text and kind is not None:
+            text, self._blank = (self._blank + text, "") if text.strip() else ("", self._blank + text)
+        if text:
             self.said |= kind is PartKind.CONTENT
             self._parts.append(Part(kind, text))
 

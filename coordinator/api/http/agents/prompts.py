@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from coordinator.api.http.agents.bodies import ChatFields, Tool
-from coordinator.api.http.agents.calls.forms import Dialect, give_ids
+from coordinator.api.http.agents.calls.forms import HARMONY, Dialect, give_ids
 from coordinator.api.http.agents.dialects import Manner, one_system, shows_all
+from coordinator.api.http.agents.gpt_oss import harmony
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import CALLED, Target
 
@@ -36,7 +37,8 @@ def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner, target: Tar
         described = []
     elif any("tool_calls" in message for message in messages):
         _put_in_words(messages, manner.dialect, target.dropped[bool(described)])
-    return Chat(messages, described, body.add_generation_prompt, body.continue_final_message, body.variables)
+    chat = Chat(messages, described, body.add_generation_prompt, body.continue_final_message, body.variables)
+    return harmony.readable(chat) if manner.dialect is HARMONY else chat
 
 
 def _instruct(messages: list[dict[str, Any]], tools: Sequence[Any], dialect: Dialect, target: Target) -> None:
@@ -57,8 +59,7 @@ def _put_in_words(messages: Sequence[dict[str, Any]], dialect: Dialect, parts: C
         calls = message.get("tool_calls", ())
         names |= {call["id"]: call["function"]["name"] for call in calls}
         if "results" in parts and (id_ := message.pop("tool_call_id", None)) is not None:
-            told = f"Result of {names.get(id_, 'a function')}:\n{message['content']}"
-            message.update(role="user", content=told)
+            message.update(role="user", content=f"Result of {names.get(id_, 'a function')}:\n{message['content']}")
         if "calls" in parts and calls:
             written = dialect.write_all(call["function"] for call in message.pop("tool_calls"))
             message["content"] = "\n".join(filter(None, [message["content"], written]))

@@ -10,7 +10,9 @@ from itertools import groupby
 
 from coordinator.api.http import responses
 from coordinator.api.http.agents.bodies import ChatBody, lenient
+from coordinator.api.http.agents.calls.forms import HARMONY
 from coordinator.api.http.agents.dialects import Manner, manner_of
+from coordinator.api.http.agents.gpt_oss import harmony
 from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.agents.tool_grammar import grammar_of
@@ -32,7 +34,7 @@ def plan_chat(body: ChatBody, target: Target, settings: CoordinatorSettings) -> 
     request, manner = chat_input(body, target, settings)
     tools = None if body.calls_required is None else body.tools
     body = body.model_copy(update={"messages": [], "tools": tools})  # an answer may take minutes, and these megabytes
-    if body.calls_required is None and not manner.thinks:
+    if body.calls_required is None and not manner.thinks and manner.dialect is not HARMONY:
         return [request], ChatReplies(body, target, target.served_name)
     return [request], PartedReplies(body, target, target.served_name, manner)
 
@@ -49,8 +51,10 @@ def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) ->
     thinks = manner.thinks and body.add_generation_prompt and (required is not None or grammar is None)
     opened = thinks and target.preview(chat).rstrip().endswith(manner.thoughts[0])  # templates may look into messages
     manner = replace(manner, thinks=thinks, thinking=opened)
-    if required is not None:
-        schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.callable_tools}
+    schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.callable_tools if tools}
+    if manner.dialect is HARMONY:
+        grammar = harmony.grammar_of(schemas, body, target, grammar)
+    elif required is not None:
         parallel = manner.several and body.parallel_tool_calls is not False and isinstance(body.tool_choice, str | None)
         grammar = grammar_of(schemas, manner, target, required=required, parallel=parallel, answer=grammar)
     return replace(request, params=replace(request.params, grammar=grammar)), manner
@@ -70,11 +74,14 @@ class AnswerReader:
     def __init__(self, body: ChatBody, target: Target, manner: Manner) -> None:
         tools = body.callable_tools if body.calls_required is not None else []
         names = {tool.function.name: tool.function.schema_of_arguments for tool in tools}
-        self.parser = AnswerParser(manner, names, formatted=body.formatted)
+        self.parser: AnswerParser | harmony.HarmonyParser = AnswerParser(manner, names, formatted=body.formatted)
         self._thought = 0
         added = target.tokenizer.added_tokens_decoder.items()
         marks = "\n".join([manner.dialect.marks] * bool(names) + [*manner.thoughts] * manner.thinks)
         self._marks = {id_: token.content for id_, token in added if token.special and token.content in marks}
+        if manner.dialect is HARMONY:
+            self.parser = harmony.HarmonyParser(names, continued=body.continue_final_message)
+            self._marks = {id_: harmony.MARKS[it.content] for id_, it in added if it.content in harmony.MARKS}
 
     def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:
         # Special tokens have no text in answers, also those that mark calls.

@@ -94,6 +94,7 @@ HERMES = Dialect("hermes", "<tool_call>", "</tool_call>", opens_each=True, anywh
 LLAMA3 = Dialect("llama3", "<|python_tag|>", between="; ", arguments="parameters")
 MISTRAL = Dialect("mistral", "[TOOL_CALLS]", "]", anywhere=True, before="[", between=", ")
 JSON = Dialect("json")
+HARMONY = Dialect("harmony", "<|channel|>final", anywhere=True)  # of gpt-oss, whose answers are messages: see gpt_oss/
 _LIST: dict[str, Any] = {"anywhere": True, "between": ",", "spaced": True}
 NEMOTRON = Dialect("nemotron", "<TOOLCALL>", "]</TOOLCALL>", before="[", **_LIST)
 HUNYUAN = Dialect("hunyuan_a13b", "<tool_calls>", "]</tool_calls>", before="[", **_LIST)
@@ -140,6 +141,7 @@ COHERE = _of(
 )
 # The first dialect counts of which a template has all these texts. If it has none of a named one, the last counts.
 _SHOWN: tuple[tuple[Dialect, tuple[str, ...]], ...] = (
+    (HARMONY, (HARMONY.opener,)),
     (SEED_OSS, (SEED_OSS.opener,)),
     (MIMO, (MIMO.opener, MIMO.begin, f"{MIMO.value}value_1</parameter>")),
     (QWEN3_CODER, (QWEN3_CODER.opener, QWEN3_CODER.begin, QWEN3_CODER.key)),
@@ -166,8 +168,8 @@ _SHOWN: tuple[tuple[Dialect, tuple[str, ...]], ...] = (
 
 
 def dialect_of(template: str, parser: str) -> Dialect:
-    """Return the dialect that a chat template shows, among those of this name unless it is `auto`."""
-    named = [row for row in _SHOWN if parser in ("auto", row[0].name)]
+    """Return the dialect that a chat template shows, among harmony and those of this name unless it is `auto`."""
+    named = [row for row in _SHOWN if parser in ("auto", row[0].name) or row[0] is HARMONY]
     return next((dialect for dialect, texts in named if all(text in template for text in texts)), named[-1][0])
 
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from coordinator.api.http.agents.bodies import ChatBody, Function
-from coordinator.api.http.agents.calls.forms import HERMES
+from coordinator.api.http.agents.calls.forms import HARMONY, HERMES
 from coordinator.api.http.agents.dialects import Manner
 from coordinator.api.http.agents.parser import AnswerParser, PartKind
 from coordinator.api.http.agents.replies import AnswerReader, chat_input
@@ -28,6 +28,7 @@ from outrider.protocol.speculation import TokenKind
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.speculation.grammar import GrammarCompiler
 from outrider.testing.toy_models import byte_tokenizer
+from tests.harmony import harmony_tokenizer
 from tests.unit.coordinator.api.http.agents.test_tool_grammar import ALL, target_of
 
 THOUGHTS = (
@@ -190,8 +191,8 @@ def test_the_channel_of_gemma_4_is_thoughts(thinks: bool, text: str, reasoning: 
         ("<|channel|>final <|constrain|>json<|message|>{}", "", "{}"),
         ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final js", "Hm.", ""),
         ("<|channel|>analysis<|message|>So, assistant", "So, assistant", ""),
-        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assist", "Hm.assist", ""),
-        ("<|channel|>anal", "", "<|channel|>anal"),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assist", "Hm.", ""),
+        ("<|channel|>anal", "", ""),
         ("Yes.", "", "Yes."),
     ],
 )
@@ -297,6 +298,21 @@ def test_tokens_of_reasoning_are_counted(thinking: bool, text: str, count: int, 
         reader.read(session, group, ended=False)
     late.read(session, output.tokens[:1], ended=False)  # of a request with the same idempotency key
     assert output.thought == count
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_tokens_of_all_thoughts_of_gpt_oss_are_counted(whole: bool) -> None:
+    nothing: Any = None
+    target = Target(ModelInfo("m", "f", context_length=2048), harmony_tokenizer(), nothing, nothing)
+    said = (("analysis", "ab"), ("commentary", "x"), ("analysis", "c"), ("final", "Yes."))
+    text = "<|start|>assistant".join(f"<|channel|>{channel}<|message|>{it}<|end|>" for channel, it in said)
+    output = SessionOutput(TextStream(target.decode, [], ()))
+    output.append(tokens := target.encode(text), [TokenKind.PLAIN] * len(tokens))
+    session = cast(Session, SimpleNamespace(output=output))
+    reader = AnswerReader(chat(tools=TOOLS), target, Manner(HARMONY, True))
+    for group in [output.tokens] if whole else [[token] for token in output.tokens]:
+        reader.read(session, group, ended=False)
+    assert output.thought == len("<ab") + len("<c"), "with the marks that begin them"
 
 
 def test_a_long_answer_is_parsed_at_once_after_its_reasoning() -> None:

@@ -1,0 +1,1 @@
+"""Harmony, the format of gpt-oss's answers and histories."""
