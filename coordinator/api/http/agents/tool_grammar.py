@@ -57,17 +57,17 @@ class _Rules(MarkRules):
 
     def calls(self, tools: Mapping[str, Mapping[str, Any]], most: int, *, required: bool) -> str:
         dialect = self._dialect
-        each = []
+        each, tail = [], self.mark(dialect.tail)
         for number, (name, schema) in enumerate(tools.items()):
-            head, whole, tail = self.head(dialect, name), guided(bare(schema)), self.mark(dialect.tail)
+            head, whole = self.head(dialect, name), guided(bare(schema))
             if self._format and not dialect.anywhere:
                 whole, head, tail = call_schema(name, schema, dialect), "", ""
             rule = f"%json {json.dumps(whole)} // {name}"
             if isinstance(dialect, Marked) and dialect.key:
                 rule = arguments_rule(dialect, name, schema, self)
             self.lines.append(f"arguments_{number}: {rule}")
-            each.append(f"{head} arguments_{number} {tail}")
-        self.lines.append(f"call: {' | '.join(each)}")
+            each.append(f"{head} arguments_{number}")
+        self.lines.append(f"call: ({' | '.join(each)}) {tail}")
         before, after, closer = map(self.mark, (dialect.before, dialect.after, dialect.closer))
         blank = BLANKS * dialect.spaced
         one = f"{before} call {after} {closer}" if dialect.opens_each else "call"

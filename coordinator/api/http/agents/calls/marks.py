@@ -39,7 +39,7 @@ class MarkRules:
         if not isinstance(dialect, Marked):
             return self.mark(dialect.head(name))
         before, after = (" /[0-9]{1,4}/ ".join(map(self.mark, it.split("0"))) for it in (dialect.begin, dialect.named))
-        return f"{before} {json.dumps(name)} {after}"
+        return f"{self.add('mark', before) if before else ''} {json.dumps(name)} {after}"
 
     def after_text(self, text: str, of: str = "TEXT", *, empty: bool = True) -> str:
         """Return a rule of any text up to a mark."""
