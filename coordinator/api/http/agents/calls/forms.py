@@ -122,6 +122,8 @@ DEEPSEEK_V32 = _of(
     '<｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>\n',
     other='" string="false">',
 )
+_OPENER, _CLOSER = "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"
+DEEPSEEK_V4 = replace(DEEPSEEK_V32, name="deepseek_v4", opener=_OPENER, closer=_CLOSER)
 _CALLS = ("<｜tool▁calls▁begin｜>", "", "", "<｜tool▁calls▁end｜>")
 _BEGIN, _NEXT, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK_V31 = _of("deepseek_v31", _CALLS, f"{_BEGIN}NAME{_NEXT}ARGUMENTS{_END}", between="")
@@ -142,6 +144,8 @@ COHERE = _of(
 # The first dialect counts of which a template has all these texts. If it has none of a named one, the last counts.
 _SHOWN: tuple[tuple[Dialect, tuple[str, ...]], ...] = (
     (HARMONY, (HARMONY.opener,)),
+    (JSON, (HUNYUAN.opener, GLM45.opener, GLM45.key)),  # of Hunyuan's V3 and V4, which cannot be read
+    (JSON, ("]<]minimax[>[",)),  # of MiniMax M3, likewise
     (SEED_OSS, (SEED_OSS.opener,)),
     (MIMO, (MIMO.opener, MIMO.begin, f"{MIMO.value}value_1</parameter>")),
     (QWEN3_CODER, (QWEN3_CODER.opener, QWEN3_CODER.begin, QWEN3_CODER.key)),
@@ -149,6 +153,7 @@ _SHOWN: tuple[tuple[Dialect, tuple[str, ...]], ...] = (
     (GLM45, (GLM45.opener, GLM45.key)),
     (MINIMAX_M2, (MINIMAX_M2.opener,)),
     (DEEPSEEK_V32, ("DSML", "function_calls>")),
+    (DEEPSEEK_V4, ("DSML", "tool_calls>")),
     (DEEPSEEK_V3, (DEEPSEEK_V3.opener, "```json")),
     (DEEPSEEK_V31, (DEEPSEEK_V31.opener,)),
     (KIMI_K2, (KIMI_K2.opener,)),
