@@ -32,6 +32,7 @@ from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import Tracing
 from outrider.protocol.errors import Expired, Fenced, OutriderError, Overloaded, PeerLost, Unavailable
 from outrider.protocol.speculation import FinishReason, Verdict
+from outrider.security.error_interceptor import as_outrider_error
 from outrider.security.tenants import tenant
 
 log = structlog.get_logger(__name__)
@@ -146,11 +147,8 @@ class Session:
                 await self._context.write_behind.write_first(self._entry, "session ended without redis")
         except asyncio.CancelledError:
             log.debug("session stopped")  # the task would keep the error, and with it the session
-        except OutriderError as error:
-            self.error = error.with_traceback(None)
         except BaseException as error:  # a panic in a tokenizer is no Exception
-            log.exception("session failed")
-            self.error = OutriderError(f"internal error: {type(error).__name__}")
+            self.error = as_outrider_error(error).with_traceback(None)
         finally:
             self._end()
 

@@ -328,11 +328,11 @@ def common_settings(plan: LaunchPlan, kind: str) -> dict[str, Any]:
     return own
 
 
-def with_generated_keys(plan: LaunchPlan) -> LaunchPlan:
+def with_generated_keys(plan: LaunchPlan, key: Callable[[str], str] = lambda _: secrets.token_urlsafe()) -> LaunchPlan:
     """Return a plan with generated keys, unless some are given."""
     if plan.fleet_key:
         return plan  # given alone, it is also the key of drafters on other machines
-    return replace(plan, fleet_key=secrets.token_urlsafe(32), drafter_key=plan.drafter_key or secrets.token_urlsafe(32))
+    return replace(plan, fleet_key=key("fleet-key"), drafter_key=plan.drafter_key or key("drafter-key"))
 
 
 def with_certificate(plan: LaunchPlan) -> LaunchPlan:
@@ -351,10 +351,7 @@ def _with_own(plan: LaunchPlan, state: StateFolder) -> LaunchPlan:
             raise StartupError("--tls makes a certificate: use it, or --tls-cert, --tls-key and --tls-ca", field="tls")
         cert, key, ca = make_certificate(state.folder / "tls", plan.host)
         plan = replace(plan, tls_cert=str(cert), tls_key=str(key), tls_ca=str(ca))
-    if plan.fleet_key:
-        return plan
-    given = plan.drafter_key or f"@{state.key('drafter-key')}"
-    return replace(plan, fleet_key=f"@{state.key('fleet-key')}", drafter_key=given)
+    return with_generated_keys(plan, lambda name: f"@{state.key(name)}")
 
 
 def watch(running: Stack, report: Callable[[str], None]) -> None:

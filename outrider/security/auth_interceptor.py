@@ -21,7 +21,6 @@ from outrider.security.tenants import set_tenant
 
 log = structlog.get_logger(__name__)
 
-
 # A caller that is still writing when its call ends may get INTERNAL instead of the reason (grpc issue 36066).
 # The request of a rejected call is not read: the delay lets a short message reach the connection's buffer.
 REFUSAL_S = 0.02

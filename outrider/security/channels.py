@@ -59,14 +59,12 @@ class _ChannelWithKey:
         return self._channel.close(*grace)
 
     def __enter__(self) -> Self:
-        self._channel.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> Any:
         return self._channel.__exit__(*error)
 
     async def __aenter__(self) -> Self:
-        await self._channel.__aenter__()
         return self
 
     async def __aexit__(self, *error: Any) -> None:

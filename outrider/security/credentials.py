@@ -76,13 +76,11 @@ class Credentials:
     @property
     def own_keys(self) -> ApiKeys:
         """Return the keys that this service shares with the fleet."""
-        name, _ = self._settings.own_key
-        return self._keys[name]
+        return self._keys[self._settings.own_key[0]]
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """Return credentials that answer each handshake with the certificate of that moment; None: plain text."""
-        shown = self.tls
-        if shown is None:
+        if (shown := self.tls) is None:
             return None
 
         def changed() -> grpc.ServerCertificateConfiguration | None:

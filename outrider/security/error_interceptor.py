@@ -161,7 +161,7 @@ async def abort(context: Call, error: OutriderError) -> NoReturn:
         raise
 
 
-def as_outrider_error(error: Exception) -> OutriderError:
+def as_outrider_error(error: BaseException) -> OutriderError:
     """Return an OutriderError as it is; log any other and return one with its reference in the log."""
     if isinstance(error, OutriderError):
         return error

@@ -38,8 +38,8 @@ SETTLE_S = 10.0
 GROWTH_MB = 300.0  # of a process, caches that have a limit included
 MAX_LINE = 8_000  # characters of a log line
 _BAD = re.compile(
-    r"Traceback \(most recent call last\)|was never retrieved|\[critical|session failed|Exception (ignored )?in"
-    r"|Unhandled|Fatal Python error|Segmentation|AssertionError"
+    r"Traceback \(most recent call last\)|was never retrieved|\[critical|request failed +reference"
+    r"|Exception (ignored )?in|Unhandled|Fatal Python error|Segmentation|AssertionError"
 )
 # Log line of gRPC's client for bytes that are not a message.
 _KNOWN = re.compile(r"Exception deserializing message!(?s:.*?)\.DecodeError[^\n]*\n")

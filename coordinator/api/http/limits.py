@@ -14,8 +14,9 @@ from coordinator.api.http.connections import KNOWN, MIN_BYTES_PER_S
 from coordinator.api.http.failures import respond
 from outrider.base.aio import background, cancel_all
 from outrider.observability.request_context import REQUEST_ID, bind_context
-from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, Overloaded, Unauthenticated
+from outrider.protocol.errors import Expired, InvalidRequest, Overloaded, Unauthenticated
 from outrider.security.api_keys import HEADER, ApiKeys
+from outrider.security.error_interceptor import as_outrider_error
 from outrider.security.tenants import set_tenant
 
 log = structlog.get_logger(__name__)
@@ -45,8 +46,7 @@ class RequestIds:
         except Exception as error:
             if status:
                 raise  # the response has started, so only a broken connection signals the error
-            log.exception("request failed")
-            await respond(OutriderError(f"internal error: {type(error).__name__}"))(scope, receive, send_on)
+            await respond(as_outrider_error(error))(scope, receive, send_on)
         finally:
             ms = round(1000 * (time.monotonic() - started))
             level = log.debug if (scope["path"], status) in _POLLED else log.info

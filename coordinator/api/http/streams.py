@@ -9,14 +9,11 @@ from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
-import structlog
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from coordinator.api.http.failures import body_of
-from outrider.protocol.errors import OutriderError
-
-log = structlog.get_logger(__name__)
+from outrider.security.error_interceptor import as_outrider_error
 
 DONE = b"data: [DONE]\n\n"
 _TYPED = b"event: "  # such events name their last one
@@ -71,11 +68,8 @@ class EventStream(Response):
             try:
                 async for event in events:
                     await write(_event(event))
-            except OutriderError as error:
-                await write(_event(body_of(error)))
             except Exception as error:
-                log.exception("stream failed")
-                await write(_event(body_of(OutriderError(f"internal error: {type(error).__name__}"))))
+                await write(_event(body_of(as_outrider_error(error))))
             await write(b"" if self._first.startswith(_TYPED) else DONE, more=False)
 
 

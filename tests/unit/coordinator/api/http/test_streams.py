@@ -12,11 +12,13 @@ import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 from starlette.types import Message
+from structlog.testing import capture_logs
 
 from coordinator.api.http import streams
 from coordinator.api.http.failures import on_outrider_error
+from coordinator.api.http.limits import RequestIds
 from coordinator.api.http.streams import EventStream, WholeAnswer, _event
 from outrider.protocol.errors import OutriderError, Overloaded
 
@@ -101,3 +103,31 @@ async def test_an_answer_that_failed_leaves_nothing_to_the_collector_of_garbage(
         assert [session() for session in held] == [None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_internal_error_names_its_line_of_the_log(*, streamed: bool) -> None:
+    """A client that reports it tells the operator where to look."""
+    sent: list[Message] = []
+
+    async def events() -> AsyncGenerator[dict[str, Any], None]:
+        if streamed:
+            yield {"first": True}
+        raise KeyError("x")
+
+    async def answer(request: Request) -> Response:
+        return await EventStream.start(events())
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    app = RequestIds(Router([Route("/", answer)]))
+    with capture_logs() as lines:
+        await app({"type": "http", "method": "GET", "path": "/", "headers": []}, receive, send)
+    assert sent[0]["status"] == (200 if streamed else 500)
+    [failed] = [line for line in lines if line["event"] == "request failed"]
+    assert f"internal error: KeyError; see the log under {failed['reference']}" in str(sent)
+    assert isinstance(failed["exc_info"], KeyError)
