@@ -134,14 +134,14 @@ prove-vllm: $(VLLM_STAMP) $(SPECULATORS) setup  ## The same and its slow proofs,
 
 # On top of .venv, whose packages it sees.
 $(CLIENTS_STAMP): $(DEV_STAMP) $(CLIENTS_REQUIREMENTS)
-	@echo "installing LangChain and LiteLLM into $(CLIENTS_VENV) (200 MB)"
+	@echo "installing LangChain, LiteLLM and Anthropic's client into $(CLIENTS_VENV) (200 MB)"
 	@$(BIN)/python -m venv $(CLIENTS_VENV)
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
 		$$($(CLIENTS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dev.pth
 	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --requirement $(CLIENTS_REQUIREMENTS)
 	@touch $@
 
-clients: $(CLIENTS_STAMP)  ## Tests with LangChain and LiteLLM, in an environment of their own.
+clients: $(CLIENTS_STAMP)  ## Tests with LangChain, LiteLLM and Anthropic's client, in an environment of their own.
 	@$(CLIENTS_VENV)/bin/python -m pytest -W default tests/clients
 
 prove: dev  ## Slow proofs, some with the real model.

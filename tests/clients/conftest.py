@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from tests.cluster import Cluster
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the internet for prices
-collect_ignore_glob = [] if find_spec("langchain_openai") and find_spec("litellm") else ["test_*.py"]
+collect_ignore_glob = [] if all(map(find_spec, ("anthropic", "langchain_openai", "litellm"))) else ["test_*.py"]
 
 
 class Weather(BaseModel):

@@ -18,6 +18,7 @@ LIMIT = {
     "/v1/chat/completions": "max_tokens",
     "/v1/completions": "max_tokens",
     "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
 }
 KNOWN = {name for schema in document()["components"]["schemas"].values() for name in schema.get("properties", ())}
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -31,6 +32,7 @@ RULES = re.compile(
             r"required with type|response_format|structured_outputs|verification is",
             r"must be 0 when verification is greedy|must be 0 or at least|must be a token id in|chat template",
             r"min_tokens is|is no tokens|nothing is stored|speculation.show needs|text.format",
+            r"content of role|output_config.format",
             r"max_tokens is 0, must be in \[1",  # 0 needs echo
             r"answers, must be at most \d+ a request",  # as the operator has it
             r"under the context of|the context is \d+ tokens|to leave room for",

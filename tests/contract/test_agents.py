@@ -175,6 +175,45 @@ async def test_the_same_answer_as_items(agent: Agent) -> None:
     ]
 
 
+async def test_the_same_answer_as_blocks(agent: Agent) -> None:
+    """Thinking is asked for, its block can be sent back, and without a word of it there is none."""
+    script = agent.script("Z", THOUGHT, "Q", OPEN)
+    more = script["extra_body"] | {"logit_bias": script["logit_bias"]}
+    tools = [
+        {"name": tool["function"]["name"], "input_schema": {"type": "object", **tool["function"]["parameters"]}}
+        for tool in TOOLS
+    ]
+    given = {"max_tokens": 200, "temperature": 1, "seed": 3, "tools": tools, "thinking": {"type": "adaptive"}}
+    given["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+
+    def prompt_of(message: Any) -> Any:
+        return sum(message["usage"][name] for name in ("input_tokens", "cache_read_input_tokens"))
+
+    async def ask(**changed: Any) -> Any:
+        body = {"messages": CHAT} | given | more | changed
+        return await agent.api.post("/messages", body=body, cast_to=object)
+
+    found: Any = await ask()
+    thought, said, call = found["content"]
+    assert (thought["type"], thought["thinking"], said) == ("thinking", "Z", {"type": "text", "text": "Q"})
+    assert thought["signature"], "some clients send no thinking back without one"
+    assert found["stop_reason"] == "tool_use"
+    assert found["usage"]["output_tokens_details"] == {"thinking_tokens": 1}
+    chat = (await agent.api.chat.completions.create(**ASK | script | {"parallel_tool_calls": False})).choices[0].message
+    [same] = chat.tool_calls
+    assert (call["name"], call["input"]) == (same.function.name, json.loads(same.function.arguments))
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "Done."}
+    turns = [*CHAT, {"role": "assistant", "content": found["content"]}, {"role": "user", "content": [result]}]
+    again: Any = await ask(messages=turns, max_tokens=1)
+    told: list[Any] = [*CHAT, chat, {"role": "tool", "tool_call_id": same.id, "content": "Done."}]
+    wanted = await agent.api.chat.completions.create(model="", messages=told, tools=TOOLS, max_tokens=1)
+    assert prompt_of(again) == wanted.usage.prompt_tokens
+    for thinking in (None, {"type": "disabled"}):
+        plain: Any = await ask(thinking=thinking, tool_choice={"type": "none"}, output_config={"effort": "high"})
+        target = agent.home.service.sessions.targets.named("")
+        assert prompt_of(plain) == len(target.encode("<high>[user]Weather?[assistant]", special=False))
+
+
 @pytest.mark.parametrize("gamma", [0, 3])
 async def test_an_agent_with_auto_calls_and_ends(agent: Agent, gamma: int) -> None:
     """Each answer goes back as it came. Nobody names a tool."""

@@ -34,7 +34,7 @@ PROMPT = "What is mine is mine, and what is yours is yours. What is mine is not 
 FLEET_KEY = "secret-of-the-fleet"
 ALICE, BOB = "alice-s-key", "bob-s-key"
 KEYS = f"alice: {ALICE},bob: {BOB},limited: few requests_per_minute=2,short: little tokens_per_minute=100"
-KEYS += ",again: once requests_per_minute=1"
+KEYS += ",again: once requests_per_minute=1,turns: lone requests_per_minute=1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,3 +253,22 @@ async def test_a_call_that_is_ended_behind_its_last_message_is_ok(hotel: Hotel) 
                 pass
             await replies.aclose()
     assert [line["status"] for line in lines if line["event"] == "grpc"] == ["CANCELLED", "OK"]
+
+
+async def test_a_key_may_be_sent_as_anthropic_s_clients_send_it(hotel: Hotel) -> None:
+    """On any route. Refusals of messages have the shape that these clients read."""
+    body = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 1}
+    async with httpx.AsyncClient(base_url=f"http://{hotel.service.http_address}", timeout=30) as web:
+        for headers in ({"x-api-key": "wrong"}, {"x-api-key": "lone", "authorization": "Bearer wrong"}, {}):
+            refused = await web.post("/v1/messages", json=body, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+            assert refused.json()["type"] == "error"
+        assert (await web.get("/v1/models", headers={"x-api-key": "lone"})).status_code == 200
+        answered = await web.post("/v1/messages", json=body, headers={"x-api-key": "lone"})
+        assert answered.status_code == 200, answered.text
+        refused = await web.post("/v1/messages", json=body, headers={"x-api-key": "lone"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(refused.headers["retry-after"]) > 0
+        count = {"messages": body["messages"]}
+        counted = await web.post("/v1/messages/count_tokens", json=count, headers={"x-api-key": "lone"})
+        assert counted.status_code == 200, "it generates nothing"

@@ -1,1 +1,1 @@
-"""HTTP API of the coordinator: OpenAI's API, the playground, health and metrics."""
+"""HTTP API of the coordinator: OpenAI's and Anthropic's APIs, the playground, health and metrics."""

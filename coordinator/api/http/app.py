@@ -32,6 +32,8 @@ from coordinator.api.http.bodies import CompletionBody, read_body
 from coordinator.api.http.failures import on_http_error, on_outrider_error, respond
 from coordinator.api.http.hosts import RequestChecks, hosts_of
 from coordinator.api.http.limits import BodyReader, KeyAuth, RequestIds
+from coordinator.api.http.messages.replies import MessageReplies
+from coordinator.api.http.messages.routes import MessagesApi, MessagesShape
 from coordinator.api.http.openapi import document
 from coordinator.api.http.replies import CompletionReplies, Replies, plan_completion
 from coordinator.api.http.responses import Fleet, Model, ModelList, Status
@@ -45,12 +47,12 @@ from outrider.protocol.errors import InvalidRequest, OutriderError, Unavailable
 from outrider.security.api_keys import ApiKeys
 from outrider.settings.coordinator import CoordinatorSettings
 
-Plan = Callable[..., tuple[list[ClientRequest], Replies[Any] | ResponseReplies]]
+Plan = Callable[..., tuple[list[ClientRequest], Replies[Any] | ResponseReplies | MessageReplies]]
 
 _CORS: dict[str, Any] = {
     "allow_methods": ["*"],
     "allow_headers": ["*"],
-    "expose_headers": ["x-request-id", "retry-after"],
+    "expose_headers": ["x-request-id", "request-id", "retry-after"],
 }
 _KEY = re.compile(f"[!-~]{{0,{MAX_KEY_CHARACTERS}}}")
 
@@ -72,6 +74,7 @@ class Api:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/responses", self.respond, methods=["POST"]),
+            *MessagesApi(self._generate, self._sessions, self._settings).routes(),
             *TokensApi(self._sessions, self._settings).routes(),
             Route("/v1/models", self.models),
             Route("/v1/models/{model:path}", self.model),
@@ -90,6 +93,7 @@ class Api:
             routes=routes,
             middleware=[
                 *([Middleware(CORSMiddleware, allow_origins=origins, **_CORS)] if origins else []),
+                Middleware(MessagesShape),
                 Middleware(RequestIds),
                 Middleware(RequestChecks, hosts=hosts_of(self._settings.host, allowed), origins=frozenset(origins)),
                 Middleware(KeyAuth, keys=self._keys, open_to_all=open_to_all),

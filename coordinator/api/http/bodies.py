@@ -58,7 +58,7 @@ def _few(value: Any) -> Any:
 Unkept = AfterValidator(lambda _: None)  # of what is ignored: an answer may take minutes, and this megabytes
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _Text = Annotated[str, Field(min_length=1)]
-_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 # The first error ends validation: collecting a million of them takes seconds and gigabytes.
 _TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
@@ -197,7 +197,7 @@ class GenerationBody(Body):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=MOST["stop"], fail_fast=True)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MOST["stop"], fail_fast=True)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: (

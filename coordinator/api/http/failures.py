@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from contextvars import ContextVar
 from reprlib import Repr
 
@@ -19,6 +20,7 @@ _BRANCH = re.compile(r"(str|int)$|constrained-|[A-Z]|.*\[")  # names that pydant
 _CLASS = re.compile(" or instance of .*")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 FIELD_NAMES = ContextVar[dict[str, str]]("field names")  # of the current request, by their names in gRPC
+SHAPE = ContextVar[Callable[[Error, int], Error] | None]("shape of errors", default=None)  # of the current request
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _RETRY_AFTER_MS = {429: 1000, 503: 2000, 504: 1000}  # for errors without a time
 
@@ -33,7 +35,8 @@ def body_of(error: OutriderError, status: int | None = None) -> Error:
     code = "model_not_found" if error.field == "model" and status == 404 else _CODES.get(status, error.code)
     name = next((it for grpc_name, it in FIELD_NAMES.get({}).items() if error.field.startswith(grpc_name)), error.field)
     message, param = _in_http_terms(error.message.replace(error.field, name)), _in_http_terms(name) or None
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    told: Error = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return shape(told, status) if (shape := SHAPE.get()) else told
 
 
 def respond(error: OutriderError, status: int | None = None) -> JSONResponse:

@@ -15,7 +15,7 @@ from coordinator.api.http.failures import respond
 from outrider.base.aio import background, cancel_all
 from outrider.observability.request_context import REQUEST_ID, bind_context
 from outrider.protocol.errors import Expired, InvalidRequest, Overloaded, Unauthenticated
-from outrider.security.api_keys import HEADER, ApiKeys
+from outrider.security.api_keys import HEADER, ApiKeys, bearer
 from outrider.security.error_interceptor import as_outrider_error
 from outrider.security.tenants import set_tenant
 
@@ -62,7 +62,8 @@ class KeyAuth:
         self._open = open_to_all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        holder = self._keys.tenant_of(Headers(scope=scope).get(HEADER))
+        headers = Headers(scope=scope)
+        holder = self._keys.tenant_of(headers.get(HEADER) or bearer(headers.get("x-api-key", "")))
         if holder is None and scope["path"] not in self._open:
             error = Unauthenticated(f"a valid key is needed here, sent as '{HEADER}: Bearer KEY'", field=HEADER)
             await respond(error)(scope, receive, send)

@@ -15,6 +15,8 @@ from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.agents.response_types import ModelResponse, ModelResponseEvent
 from coordinator.api.http.agents.tokenize import Detokenized, Tokenized
 from coordinator.api.http.bodies import CompletionBody
+from coordinator.api.http.messages.bodies import CountTokensBody, MessagesBody
+from coordinator.api.http.messages.types import ModelMessage, ModelMessageEvent, TokenCount
 from coordinator.persistence.idempotency import MAX_KEY_CHARACTERS
 
 Json = dict[str, Any]
@@ -23,6 +25,7 @@ REFS = "#/components/schemas/{model}"
 _CHAT: Json = {"messages": [{"role": "user", "content": "Name three rivers."}], "max_tokens": 64, "seed": 7}
 _COMPLETION: Json = {"prompt": "Three rivers are", "max_tokens": 16, "temperature": 0}
 _ITEMS: Json = {"input": "Name three rivers.", "max_output_tokens": 64, "seed": 7}
+_TURNS: Json = {"messages": [{"role": "user", "content": "Name three rivers."}]}
 _TEXT: Json = {"prompt": "Three rivers are"}
 _STATUSES = {
     400: "The request is invalid; the error names the field and its limit",
@@ -50,6 +53,7 @@ def document() -> Json:
         *(ChatBody, responses.ChatCompletion, responses.ChatCompletionChunk),
         *(CompletionBody, responses.Completion, responses.CompletionChunk),
         *(ResponsesBody, ModelResponse, ModelResponseEvent),
+        *(MessagesBody, ModelMessage, ModelMessageEvent, CountTokensBody, TokenCount),
         *(TokenizeTextBody, TokenizeChatBody, Tokenized, DetokenizeBody, Detokenized),
         *(responses.Model, responses.ModelList, responses.Fleet, responses.Status, responses.Error),
     )
@@ -60,7 +64,7 @@ def document() -> Json:
         "info": {
             "title": "Outrider",
             "version": version("outrider"),
-            "description": "OpenAI's API over lossless, disaggregated speculative decoding. "
+            "description": "OpenAI's and Anthropic's APIs over lossless, disaggregated speculative decoding. "
             "Fields marked as ignored change nothing; other fields are rejected.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
@@ -73,6 +77,8 @@ def document() -> Json:
                 "Continue a text", CompletionBody, _COMPLETION, responses.Completion, responses.CompletionChunk
             ),
             "/v1/responses": _generates("Answer items", ResponsesBody, _ITEMS, ModelResponse, ModelResponseEvent),
+            "/v1/messages": _generates("Answer turns", MessagesBody, _CHAT, ModelMessage, ModelMessageEvent),
+            "/v1/messages/count_tokens": _converts("Tokens of turns", (CountTokensBody,), _TURNS, TokenCount),
             "/tokenize": _converts("Tokens of a text or chat", (TokenizeTextBody, TokenizeChatBody), _TEXT, Tokenized),
             "/detokenize": _converts("Text of tokens", (DetokenizeBody,), {"tokens": [40, 41]}, Detokenized),
             "/v1/models": {"get": _gets("The served model", _json(responses.ModelList), 401, 503)},
@@ -87,7 +93,7 @@ def document() -> Json:
         "components": {
             "schemas": schemas["$defs"],
             "responses": {str(status): _error(status) for status in _STATUSES},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "If the server has keys."}},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "If set; or x-api-key."}},
         },
     }
 

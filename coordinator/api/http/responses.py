@@ -248,3 +248,5 @@ class ErrorDetail(TypedDict):
 
 class Error(TypedDict):
     error: ErrorDetail
+    type: NotRequired[Annotated[Literal["error"], Field(description="Only of /v1/messages")]]
+    request_id: NotRequired[Annotated[str, Field(description="Only of /v1/messages")]]

@@ -19,6 +19,7 @@ from coordinator.api.http.agents.bodies import ChatBody, DetokenizeBody
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.bodies import Body, CompletionBody, read_body
 from coordinator.api.http.failures import FIELD_NAMES, body_of
+from coordinator.api.http.messages.bodies import MessagesBody
 from outrider.base.aio import LARGE_BYTES, until
 from outrider.protocol.errors import InvalidRequest
 
@@ -184,7 +185,7 @@ async def test_a_prompt_may_have_a_million_ids() -> None:
     assert (await read_body(request(json.dumps({"tokens": ids}).encode()), DetokenizeBody)).tokens == ids
 
 
-@pytest.mark.parametrize("kind", [CompletionBody, ChatBody, ResponsesBody])
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody, ResponsesBody, MessagesBody])
 async def test_a_large_body_takes_no_memory_while_its_answer_is_written(kind: type[Body]) -> None:
     """A request lives as long as its stream: five hundred of them with labels of megabytes filled gigabytes."""
     text, many = "x" * 1_000_000, {"a": ["y" * 1000 for _ in range(1_000)]}
@@ -192,6 +193,10 @@ async def test_a_large_body_takes_no_memory_while_its_answer_is_written(kind: ty
     given: dict[str, Any] = {"prompt": "Hi."}
     if kind is ChatBody:
         given = {"messages": [{"role": "user", "content": "Hi.", "parsed": many}], "prediction": many}
+    elif kind is MessagesBody:
+        thought = {"type": "thinking", "thinking": "Hm.", "signature": text}
+        call = {"type": "tool_use", "id": "a", "name": "f", "input": {}, "caller": many}
+        given = {"messages": [{"role": "assistant", "content": [thought, call]}], "max_tokens": 1, "metadata": many}
     elif kind is ResponsesBody:
         item = {"type": "output_text", "text": "Hi.", "annotations": [many]}
         given = {"input": [{"role": "assistant", "content": [item], "id": text}], "client_metadata": many}

@@ -62,9 +62,13 @@ async def test_a_body_waits_for_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "key", "status"), [("/v1/models", b"", 401), ("/v1/models", b"Bearer k", 200), ("/health", b"", 200)]
+    ("path", "key", "other", "status"),
+    [
+        *(("/v1/models", b"", b"", 401), ("/v1/models", b"Bearer k", b"", 200), ("/health", b"", b"", 200)),
+        *(("/v1/models", b"", b"k", 200), ("/v1/models", b"", b"Bearer k", 401), ("/v1/models", b"Bearer", b"k", 401)),
+    ],
 )
-async def test_a_request_without_a_key_is_challenged(path: str, key: bytes, status: int) -> None:
+async def test_a_request_without_a_key_is_challenged(path: str, key: bytes, other: bytes, status: int) -> None:
     """As HTTP wants it: some clients send a key only then."""
     sent: list[Message] = []
 
@@ -77,7 +81,8 @@ async def test_a_request_without_a_key_is_challenged(path: str, key: bytes, stat
     async def send(message: Message) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"authorization", key)]}
+    headers = [(b"authorization", key), (b"x-api-key", other)]
+    scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
     await KeyAuth(app, ApiKeys(["k"]), frozenset({"/health"}))(scope, receive, send)
     assert sent[0]["status"] == status
     assert dict(sent[0]["headers"]).get(b"www-authenticate") == (b"Bearer" if status == 401 else None)
