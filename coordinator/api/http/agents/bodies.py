@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, model_validator
-from pydantic_core import from_json
+from pydantic import Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, from_json
+from pydantic_core.core_schema import tagged_union_schema
 
 from coordinator.api.http.bodies import Body, ChatOptions, CompletionBody, TokenId, check_counts
 from outrider.protocol.field_limits import LONGEST, OTHER
@@ -35,6 +36,20 @@ def _bare(part: Any) -> Any:
         looks = isinstance(pattern := part.get("pattern"), str) and _LOOKS.search(pattern)
         return {key: it if key in CONSTANTS else _bare(it) for key, it in part.items() if not looks or key != "pattern"}
     return [_bare(it) for it in part] if isinstance(part, list) else part
+
+
+class ByType:
+    """Annotation of a union whose members are told by their type; all other types are those of the first one."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        members = [(name, it) for it in get_args(source) for name in get_args(it.model_fields["type"].annotation)]
+        names = [name for name, _ in members]
+
+        def tag(value: Any) -> str:
+            given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+            return f"[{given if given in names else names[0]}]"  # the bracket marks it as no field in names of errors
+
+        return tagged_union_schema({f"[{name}]": handler.generate_schema(it) for name, it in members}, tag)
 
 
 class TextPart(Body):

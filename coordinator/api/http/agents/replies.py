@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -27,20 +27,24 @@ from coordinator.workers.target import Target
 from outrider.protocol.sampling_params import Grammar
 from outrider.settings.coordinator import CoordinatorSettings
 
+_FIELDS = {"params.grammar": "response_format", "prompt": "messages"}  # by their names in gRPC
+
 
 def plan_chat(body: ChatBody, target: Target, settings: CoordinatorSettings) -> tuple[list[ClientRequest], ChatReplies]:
     """Return the input of a chat, and the formatter of its replies."""
-    name_as_sent(body, {"prompt": "messages"})
     request, manner = chat_input(body, target, settings)
     tools = None if body.calls_required is None else body.tools
     body = body.model_copy(update={"messages": [], "tools": tools})  # an answer may take minutes, and these megabytes
-    if body.calls_required is None and not manner.thinks and manner.dialect is not HARMONY:
-        return [request], ChatReplies(body, target, target.served_name)
-    return [request], PartedReplies(body, target, target.served_name, manner)
+    return [request], ChatReplies(body, target, target.served_name, manner)
 
 
-def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) -> tuple[ClientRequest, Manner]:
-    """Return the input of a chat, and the form of its answers."""
+def chat_input(
+    body: ChatBody, target: Target, settings: CoordinatorSettings, names: Mapping[str, str] = _FIELDS
+) -> tuple[ClientRequest, Manner]:
+    """Return the input of a chat, and the form of its answers. Errors name fields as the request does."""
+    given = "structured_outputs" if body.structured_outputs else names["params.grammar"]
+    given = f"tools and {given}" if body.formatted else given if body.calls_required is None else "tools"
+    FIELD_NAMES.get({}).update({**names, "params.grammar": given})
     manner, required = manner_of(target, settings.tool_parser), body.calls_required
     tools = (body.tools or ()) if required is not None else ()
     request = input_of(body, target, settings, chat=(chat := chat_of(body, tools, manner, target)))
@@ -60,14 +64,6 @@ def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) ->
     return replace(request, params=replace(request.params, grammar=grammar)), manner
 
 
-def name_as_sent(body: ChatBody, names: dict[str, str]) -> None:
-    """Name fields in errors as the request does. A grammar was made of the tools, if any can be called."""
-    given = "structured_outputs" if body.structured_outputs else names.get("params.grammar", "response_format")
-    if body.calls_required is not None:
-        given = f"tools and {given}" if body.formatted else "tools"
-    FIELD_NAMES.get({}).update(names | {"params.grammar": given})
-
-
 class AnswerReader:
     """Reader of one answer in parts, from the tokens of its session."""
 
@@ -75,15 +71,19 @@ class AnswerReader:
         tools = body.callable_tools if body.calls_required is not None else []
         names = {tool.function.name: tool.function.schema_of_arguments for tool in tools}
         self.parser: AnswerParser | harmony.HarmonyParser = AnswerParser(manner, names, formatted=body.formatted)
+        self._plain = not names and not manner.thinks and manner.dialect is not HARMONY  # all of it is content
         self._thought = 0
-        added = target.tokenizer.added_tokens_decoder.items()
+        added = {} if self._plain else target.tokenizer.added_tokens_decoder
         marks = "\n".join([manner.dialect.marks] * bool(names) + [*manner.thoughts] * manner.thinks)
-        self._marks = {id_: token.content for id_, token in added if token.special and token.content in marks}
+        self._marks = {id_: token.content for id_, token in added.items() if token.special and token.content in marks}
         if manner.dialect is HARMONY:
             self.parser = harmony.HarmonyParser(names, continued=body.continue_final_message)
-            self._marks = {id_: harmony.MARKS[it.content] for id_, it in added if it.content in harmony.MARKS}
+            self._marks = {id_: harmony.MARKS[it.content] for id_, it in added.items() if it.content in harmony.MARKS}
 
     def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:
+        if self._plain:
+            text = text_of(tokens) + session.output.rest.text * ended
+            return [Part(PartKind.CONTENT, text)] if text else []
         # Special tokens have no text in answers, also those that mark calls.
         parser, parts = self.parser, list[Part]()
         texts = [token.text + self._marks.get(token.token, "") for token in reversed(tokens)]
@@ -97,9 +97,15 @@ class AnswerReader:
 
 
 class ChatReplies(Replies[ChatOptions]):
+    """Formatter of answers that may have reasoning and tool calls besides their content."""
+
     prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, target: Target, model: str, manner: Manner) -> None:
+        super().__init__(body, target, model)
+        self._readers = [AnswerReader(body, target, manner) for _ in range(body.choices)]
 
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.ChatChoice:
         return {
@@ -115,7 +121,7 @@ class ChatReplies(Replies[ChatOptions]):
             begun: responses.Delta = {"role": "assistant", "content": "", "refusal": None}
             parts = [_delta(each, begun) for each in range(self._body.choices)]
         self._written[number] += 1
-        deltas = self._deltas(number, session, tokens)
+        deltas = self._deltas(number, session, tokens, ended=not tokens)
         logprobs = self._logprobs(tokens)
         if not deltas and (logprobs or (self._body.show and tokens)):
             deltas = [{"content": ""}]
@@ -128,17 +134,6 @@ class ChatReplies(Replies[ChatOptions]):
         if not tokens:
             parts.append(_delta(number, {}, self._reason(number, session)))
         return parts
-
-    def _message(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.AnswerMessage:
-        return {"role": "assistant", "content": text_of(tokens) + session.output.rest.text, "refusal": None}
-
-    def _deltas(self, number: int, session: Session, tokens: Sequence[Token]) -> Sequence[responses.Delta]:
-        """Return what new tokens add to a message; without tokens what its end adds."""
-        text = text_of(tokens) if tokens else session.output.rest.text
-        return [{"content": text}] if text else []
-
-    def _reason(self, number: int, session: Session) -> responses.FinishName:
-        return reason_of(session)
 
     def _logprobs(self, tokens: Sequence[Token]) -> responses.ChatLogprobs | None:
         content: list[responses.ContentLogprob] = [
@@ -155,48 +150,39 @@ class ChatReplies(Replies[ChatOptions]):
         data = self._target.token_bytes(token)
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
-
-class PartedReplies(ChatReplies):
-    """Formatter of answers that may have reasoning and tool calls besides their content."""
-
-    def __init__(self, body: ChatBody, target: Target, model: str, manner: Manner) -> None:
-        super().__init__(body, target, model)
-        self._readers = [AnswerReader(body, target, manner) for _ in range(body.choices)]
-
     def _message(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.AnswerMessage:
-        texts = dict.fromkeys(PartKind, "")
-        calls: list[responses.ToolCallDelta] = []
-        for part in self._readers[number].read(session, tokens, ended=True):
-            texts[part.kind] += part.text
-            if part.kind is PartKind.CALL:
-                calls.append(_call(session, len(calls), part.text))
-            elif part.kind is PartKind.ARGUMENTS:
-                calls[-1]["function"]["arguments"] += part.text
-        content = texts[PartKind.CONTENT] or (None if calls else "")
+        """Return a whole message, the sum of its deltas."""
+        deltas, calls = self._deltas(number, session, tokens, ended=True), list[responses.ToolCallDelta]()
+        for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
+            if call.pop("index") == len(calls):
+                calls.append(call)
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        content = "".join(delta.get("content", "") for delta in deltas) or (None if calls else "")
         message: responses.AnswerMessage = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning := texts[PartKind.REASONING]:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return message
+        if thoughts := "".join(delta.get("reasoning_content", "") for delta in deltas):
+            message["reasoning_content"] = thoughts
+        return {**message, "tool_calls": calls} if calls else message
 
-    def _deltas(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.Delta]:
+    def _deltas(self, number: int, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[responses.Delta]:
         deltas: list[responses.Delta] = []
-        before = self._readers[number].parser.calls
-        for part in self._readers[number].read(session, tokens, ended=not tokens):
+        at = self._readers[number].parser.calls - 1
+        for part in self._readers[number].read(session, tokens, ended=ended):
+            call: responses.ToolCallDelta = {"function": {"arguments": part.text}}
+            if part.kind is PartKind.CALL:
+                at += 1
+                function: responses.ToolCallFunction = {"name": part.text, "arguments": ""}
+                call = {"id": call_id(session, at), "type": "function", "function": function}
             if part.kind is PartKind.CONTENT:
                 deltas.append({"content": part.text})
             elif part.kind is PartKind.REASONING:
                 deltas.append({"reasoning_content": part.text})
-            elif part.kind is PartKind.CALL:
-                deltas.append({"tool_calls": [{"index": before, **_call(session, before, part.text)}]})
-                before += 1
             else:
-                deltas.append({"tool_calls": [{"index": before - 1, "function": {"arguments": part.text}}]})
+                deltas.append({"tool_calls": [{"index": at, **call}]})
         return deltas
 
     def _reason(self, number: int, session: Session) -> responses.FinishName:
-        reason = super()._reason(number, session)
+        reason = reason_of(session)
         parser = self._readers[number].parser
         return "tool_calls" if reason == "stop" and parser.calls and not parser.cut else reason
 
@@ -204,11 +190,6 @@ class PartedReplies(ChatReplies):
 def call_id(session: Session, index: int) -> str:
     """Return the id of a call, the same whenever the answer is repeated. Templates of Mistral want 9 characters."""
     return hashlib.sha256(f"{session.record.session_id}/{index}".encode()).hexdigest()[:9]
-
-
-def _call(session: Session, index: int, name: str) -> responses.ToolCallDelta:
-    """Return a call without arguments."""
-    return {"id": call_id(session, index), "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 def _delta(number: int, it: responses.Delta, reason: responses.FinishName | None = None) -> responses.ChatChunkChoice:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from coordinator.api.http.agents import bodies as chats
 from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, ResponseFormat, Unkept
@@ -83,19 +83,7 @@ class ReasoningItem(_Item):
         return {"role": "assistant", "reasoning_content": _joined(self.content or self.summary or "")}
 
 
-def _tag(item: Any) -> str:
-    """Return the tag of an item. Its bracket marks it as no field in the names of errors."""
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return f"[{kind}]" if kind in ("function_call", "function_call_output", "reasoning") else "[message]"
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("[message]")]
-    | Annotated[CallItem, Tag("[function_call]")]
-    | Annotated[CallOutputItem, Tag("[function_call_output]")]
-    | Annotated[ReasoningItem, Tag("[reasoning]")],
-    Discriminator(_tag),
-]
+Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, chats.ByType()]
 
 
 class FunctionTool(chats.Function):

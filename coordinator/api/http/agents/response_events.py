@@ -10,9 +10,8 @@ from typing import Any
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.dialects import Manner
 from coordinator.api.http.agents.parser import Part, PartKind
-from coordinator.api.http.agents.replies import AnswerReader, call_id, chat_input, name_as_sent
+from coordinator.api.http.agents.replies import AnswerReader, call_id, chat_input
 from coordinator.api.http.agents.response_bodies import ResponsesBody
-from coordinator.api.http.agents.response_types import ModelResponse
 from coordinator.api.http.answer import progress
 from coordinator.api.http.failures import body_of
 from coordinator.api.http.replies import Answering, metrics, reason_of, usage
@@ -30,19 +29,22 @@ _FIELDS = {  # of responses, by their names in gRPC
     "chat.messages": "input",
     "prompt": "input",
 }
-# By the kind of a part: the prefix of an item's id, the item as it begins, and the part that it has.
-_ITEMS: dict[PartKind, tuple[str, Json, Json]] = {
-    PartKind.CONTENT: (
-        "msg",
-        {"type": "message", "role": "assistant", "content": []},
-        {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
-    ),
-    PartKind.REASONING: (
-        "rs",
-        {"type": "reasoning", "summary": [], "content": []},
-        {"type": "reasoning_text", "text": ""},
-    ),
-    PartKind.CALL: ("fc", {"type": "function_call", "arguments": ""}, {}),
+_GIVEN: Json = {  # fields of the request that the response repeats, with what an absent one means
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": None,
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+}
+_TEXT: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+_THOUGHT: Json = {"type": "reasoning_text", "text": ""}
+# By the kind of a part: the prefix of an item's id, its events, the item as it begins, and the part that it has.
+_ITEMS: dict[PartKind, tuple[str, str, Json, Json]] = {
+    PartKind.CONTENT: ("msg", "output_text", {"type": "message", "role": "assistant", "content": []}, _TEXT),
+    PartKind.REASONING: ("rs", "reasoning_text", {"type": "reasoning", "summary": [], "content": []}, _THOUGHT),
+    PartKind.CALL: ("fc", "function_call_arguments", {"type": "function_call", "arguments": ""}, {}),
 }
 
 
@@ -50,19 +52,17 @@ def plan_response(
     body: ResponsesBody, chat: ChatBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], ResponseReplies]:
     """Return the input of a response, and the formatter of its replies."""
-    name_as_sent(chat, _FIELDS)
-    request, manner = chat_input(chat, target, settings)
-    return [request], ResponseReplies(body, target, target.served_name, manner)
+    request, manner = chat_input(chat, target, settings, _FIELDS)
+    return [request], ResponseReplies(body, target, manner)
 
 
 class ResponseReplies:
     """Formatter of the reply to one request, whole and in events."""
 
-    def __init__(self, body: ResponsesBody, target: Target, model: str, manner: Manner) -> None:
-        unread = {"input": "", "chat": None, "text": None, "tools": None}  # each may be megabytes
-        self._body = body.model_copy(update=unread)
-        self._given = body.model_dump(include={"text", "tool_choice", "tools"}, exclude_none=True, by_alias=True)
-        self._model = model
+    def __init__(self, body: ResponsesBody, target: Target, manner: Manner) -> None:
+        given = body.model_dump(include={*_GIVEN}, exclude_none=True, by_alias=True)
+        self._given = _GIVEN | given | {"text": _GIVEN["text"] | given.get("text", {})}
+        self._model = target.served_name
         self._names = {tool.name: named for tool, named in body.functions}  # of calls, by what the target is told
         self._reader = AnswerReader(body.chat, target, manner)
         self._created = int(time.time())
@@ -99,15 +99,15 @@ class ResponseReplies:
         status = "incomplete" if reason_of(session) == "length" else "completed"
         for event in output.end(status, cut=self._reader.parser.cut):
             yield event
-        response: Json = {**self._response(session, status, output.items), **metrics([session])}
+        response = self._response(session, status, output.items) | metrics([session])
         used = usage([session], 1).items()
         response["usage"] = {name.replace("prompt", "input").replace("completion", "output"): it for name, it in used}
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         yield {"type": f"response.{status}", "response": response}
 
-    def _response(self, session: Session, status: Any, output: list[Any]) -> ModelResponse:
-        body, given = self._body, self._given
+    def _response(self, session: Session, status: str, output: list[Any]) -> Json:
+        params = session.record.request.params
         return {
             "id": f"resp_{session.record.session_id}",
             "object": "response",
@@ -118,18 +118,12 @@ class ResponseReplies:
             "model": self._model,
             "output": output,
             "usage": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata,
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": session.record.request.params.temperature,
-            "text": {"format": {"type": "text"}} | given.get("text", {}),
-            "tool_choice": given.get("tool_choice", "auto"),
-            "tools": given.get("tools", []),
-            "top_p": session.record.request.params.top_p,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
             "truncation": "disabled",
+            **self._given,
         }
 
 
@@ -140,17 +134,15 @@ class _Output:
         self.items: list[Json] = []
         self._session, self._names = session, names
         self._kind: PartKind | None = None  # of the item that is open
+        self._begun: Json = {}  # the part of this item, or the call, to which text is added
 
     def add(self, part: Part) -> Iterator[Json]:
-        if part.kind is PartKind.ARGUMENTS:
-            self.items[-1]["arguments"] += part.text
-            yield self._event("function_call_arguments.delta", delta=part.text)
-            return
-        if part.kind is PartKind.CALL or part.kind is not self._kind:
+        if part.kind is PartKind.CALL or part.kind not in (PartKind.ARGUMENTS, self._kind):
             yield from self._begin(part)
         if part.kind is not PartKind.CALL:
-            self.items[-1]["content"][0]["text"] += part.text
-            yield self._text_event("delta", delta=part.text)
+            self._begun["arguments" if part.kind is PartKind.ARGUMENTS else "text"] += part.text
+            more: Json = {"logprobs": []} if part.kind is PartKind.CONTENT else {}
+            yield self._event(f"{self._name}.delta", delta=part.text, **more)
 
     def end(self, status: str, *, cut: bool) -> Iterator[Json]:
         """End the open item, a call as complete unless it was cut. An answer without any has an empty message."""
@@ -160,37 +152,31 @@ class _Output:
 
     def _begin(self, begun: Part) -> Iterator[Json]:
         yield from self._close("completed")
-        self._kind = begun.kind
-        prefix, item, part = _ITEMS[begun.kind]
-        number = len(self.items)
+        self._kind, number = begun.kind, len(self.items)
+        prefix, self._name, item, part = _ITEMS[begun.kind]
         item = item | {"id": f"{prefix}_{self._session.record.session_id}_{number}", "status": "in_progress"}
         if begun.kind is PartKind.CALL:
             item |= {"call_id": call_id(self._session, number), **self._names[begun.text]}
         self.items.append(item)
+        self._begun = {**part} or item
         yield {"type": "response.output_item.added", "output_index": number, "item": {**item}}
         if part:
-            item["content"] = [{**part}]
-            yield self._event("content_part.added", content_index=0, part=part)
+            item["content"] = [self._begun]
+            yield self._event("content_part.added", part=part)
 
     def _close(self, status: str) -> Iterator[Json]:
         if self._kind is None:
             return
         item = self.items[-1]
         item["status"] = status
-        if self._kind is PartKind.CALL:
-            yield self._event("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
-        else:
-            [part] = item["content"]
-            yield self._text_event("done", text=part["text"])
-            yield self._event("content_part.done", content_index=0, part=part)
+        told = ("name", "arguments", "text", "logprobs")
+        yield self._event(f"{self._name}.done", **{name: self._begun[name] for name in told if name in self._begun})
+        if self._begun is not item:
+            yield self._event("content_part.done", part=self._begun)
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
         self._kind = None
 
-    def _text_event(self, what: str, **fields: str) -> Json:
-        kind = self.items[-1]["content"][0]["type"]
-        more: Json = fields | ({"logprobs": []} if kind == "output_text" else {})
-        return self._event(f"{kind}.{what}", content_index=0, **more)
-
     def _event(self, event: str, **fields: Any) -> Json:
-        at = {"output_index": len(self.items) - 1, "item_id": self.items[-1]["id"]}
+        place = {} if self._begun is self.items[-1] else {"content_index": 0}
+        at = {"output_index": len(self.items) - 1, "item_id": self.items[-1]["id"], **place}
         return {"type": f"response.{event}", **at, **fields}
