@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from coordinator.api.http.agents.response_types import ModelResponse, ModelResponseEvent
+from coordinator.api.http.agents.response_events import ModelResponse, ModelResponseEvent
 from outrider.protocol.errors import InvalidRequest, Unavailable
 from tests.contract.conftest import House, slowed
 from tests.contract.test_tools import SCHEMAS, TOOLS, api
@@ -171,6 +171,43 @@ async def test_a_named_tool_is_called_once(api: AsyncOpenAI) -> None:
     assert found.parallel_tool_calls
 
 
+async def test_only_allowed_functions_are_called(api: AsyncOpenAI) -> None:
+    allowed = [{"type": "function", "name": name} for name in ("get_time", "add")]
+    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": allowed}
+    drawn = set()
+    for seed in range(6):
+        found = await api.responses.create(**CALLS | {"tool_choice": choice}, extra_body={"seed": seed})
+        drawn |= {name for name, _ in calls_of(found)}
+    assert drawn
+    assert drawn <= {"get_time", "add"}
+    assert found.tool_choice.model_dump(exclude_none=True) == choice  # type: ignore[union-attr]
+    assert len(found.tools) == len(FLAT)
+
+
+async def test_an_offered_web_search_changes_nothing(api: AsyncOpenAI) -> None:
+    """Codex sends it with each request. The response names the tools that the target is told of."""
+    offers: list[Any] = [{"type": "web_search", "external_web_access": False}, {"type": "image_generation"}]
+    found = await api.responses.create(**ONE | {"tools": [offers[0], *FLAT, offers[1]]}, **SEED)
+    plain = await api.responses.create(**ONE, **SEED)
+    assert calls_of(found) == calls_of(plain) != []
+    assert found.usage is not None
+    assert plain.usage is not None
+    assert found.usage.input_tokens == plain.usage.input_tokens
+    assert found.tools == plain.tools
+
+
+async def test_a_refusal_is_sent_back_as_text(api: AsyncOpenAI) -> None:
+    refused: Any = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"}
+    refused["content"] = [{"type": "refusal", "refusal": "I cannot."}]
+    items: list[Any] = [{"role": "user", "content": "Weather?"}, refused, {"role": "user", "content": "Why?"}]
+    found = await api.responses.create(**ASK | {"input": items}, **SEED)
+    messages: list[Any] = [items[0], {"role": "assistant", "content": "I cannot."}, items[2]]
+    for said in (messages[1], {"role": "assistant", "content": None, "refusal": "I cannot."}):
+        chat = [messages[0], said, messages[2]]
+        same = await api.chat.completions.create(model="", messages=chat, max_tokens=20, temperature=1, **SEED)
+        assert found.output_text == same.choices[0].message.content
+
+
 class Weather(BaseModel):
     sunny: bool
     wind: bool
@@ -279,7 +316,13 @@ async def test_a_stream_that_fails_names_the_field_of_its_request(api: AsyncOpen
         ({"store": True}, "store", "nothing is stored"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
         ({"background": True}, "background", "nothing is stored"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search'"),
+        ({"tools": [{"type": "file_search", "vector_store_ids": ["x"]}]}, "tools.0.type", "'file_search'"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            "tool_choice.type",
+            "'web_search'",
+        ),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "body", "tool_choice required needs tools"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools.0.type", "'mcp'"),
         ({"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "mcp"}]}]}, "tools.0.tools.0.type", "'mcp'"),
         ({"tools": [{"type": "namespace", "name": "x"}]}, "tools.0", "required with type namespace"),

@@ -136,6 +136,27 @@ async def test_a_named_tool_is_called_once(api: AsyncOpenAI) -> None:
         assert [called for called, _ in check(found.choices[0].message)] == [name]
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_only_allowed_tools_are_called(api: AsyncOpenAI, mode: str) -> None:
+    """The prompt is the same, so its cache serves all choices."""
+    choice: Any = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": mode, "tools": [named("get_time"), named("add")]},
+    }
+    drawn = set()
+    for seed in range(6):
+        found = await api.chat.completions.create(**ASK | {"tool_choice": choice, "max_tokens": 100}, seed=seed)
+        free = await api.chat.completions.create(**ASK | {"tool_choice": mode, "max_tokens": 1}, seed=seed)
+        assert found.usage is not None
+        assert free.usage is not None
+        assert found.usage.prompt_tokens == free.usage.prompt_tokens
+        drawn |= {call.function.name for call in found.choices[0].message.tool_calls or [] if call.function}
+        if mode == "required" and found.choices[0].finish_reason == "tool_calls":
+            check(found.choices[0].message, calls=None)
+    assert drawn <= {"get_time", "add"}
+    assert drawn or mode == "auto"
+
+
 async def test_without_a_choice_no_tool_is_called(api: AsyncOpenAI) -> None:
     """And the tools are not told of."""
     body: dict[str, Any] = {"model": "", "messages": CHAT, "max_tokens": 20, "seed": 4}

@@ -76,7 +76,7 @@ def input_of(
 ) -> ClientRequest:
     """Return the input; what the body leaves out takes its defaults. JSON's readers keep 53 bits of a seed."""
     wishes, grammar = _given(body.speculation or ()), _grammar(body)
-    may_end = not body.ignore_eos or body.stops or body.stop_token_ids or grammar or getattr(body, "tools", None)
+    may_end = not body.ignore_eos or body.stop or body.stop_token_ids or grammar or getattr(body, "tools", None)
     if (least := body.min_tokens or 0) > (0 if may_end else body.limit or 0):
         raise InvalidRequest.of("min_tokens", least, "0, or at most max_tokens where only that ends the output")
     params = {
@@ -84,7 +84,7 @@ def input_of(
         **_given(body),
         **wishes,
         "seed": (secrets.randbits(53) if body.seed is None else body.seed) % (MAX_SEED + 1),
-        "stop": body.stops,
+        "stop": [body.stop] if isinstance(body.stop, str) else body.stop or [],
         "logprobs": body.num_logprobs,
         "grammar": grammar,
         **({} if body.limit is None else {"max_tokens": body.limit}),

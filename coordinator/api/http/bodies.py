@@ -27,14 +27,13 @@ MAX_CHOICES = 16
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 MAX_PROMPTS = 256  # where `--max-request-sessions` allows as many
 _ADDED = {"annotations", "parsed", "parsed_arguments", "provider_specific_fields", "thinking_blocks"}  # to answers
-_CACHES = {"cache_control", "prompt_cache_breakpoint", "prompt_cache_options", "prompt_cache_retention"}
-_LABELS = {"client_metadata", "encrypted_content", "id", "max_tool_calls", "phase", "safety_identifier"}
-_MARKS = _ADDED | _CACHES | _LABELS  # are passed over in any part
+_SENT = {"encrypted_content", "id", "index", "logprobs", "phase"}  # with them
+_LABELS = {"client_metadata", "max_tool_calls", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
 _FALSE_HERE = ("include_stop_str_in_output", "use_beam_search", "early_stopping", "echo")
 _TRUE_HERE = ("skip_special_tokens", "spaces_between_special_tokens", "separate_reasoning")
 # Of vLLM and SGLang, with the values that hold for any answer here: some clients send all fields with their defaults.
 _HOLDS: dict[str, Any] = dict.fromkeys(_TRUE_HERE, True) | dict.fromkeys(_FALSE_HERE, False)
-_HOLDS |= {"return_token_ids": False, "return_tokens_as_token_ids": False, "length_penalty": 1, "bad_words": []}
+_HOLDS |= {"return_tokens_as_token_ids": False, "length_penalty": 1, "bad_words": [], "top_logprobs": 0}
 _PIECE = 1 << 16
 _MAX_TOKENS = 2**31 - 1
 
@@ -66,6 +65,7 @@ _TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     most_values: ClassVar[int] = 1 << 16
+    passes: ClassVar[dict[str, Any]] = {}  # what further fields may say; the ellipsis: anything
 
     @model_validator(mode="before")
     @classmethod
@@ -75,13 +75,19 @@ class Body(BaseModel):
             return data
         known = {field.alias or name: field for name, field in cls.model_fields.items()}
         # Null changes nothing: newer clients have more fields. Those of another type are named by that.
-        given = (name for name, value in data.items() if value is not None and name not in _MARKS)
-        unknown = next((name for name in given if name not in known and data[name] != _HOLDS.get(name)), None)
+        given = (name for name, value in data.items() if value is not None and name not in known)
+        unknown = next((name for name in given if cls.passes.get(name) not in (..., data[name])), None)
         kinds = get_args(known["type"].annotation) if "type" in known else ()
         if unknown is not None and (not kinds or data.get("type", kinds[0]) in kinds):
             fault = InitErrorDetails(type="extra_forbidden", loc=(unknown,), input=data[unknown])
             raise ValidationError.from_exception_data(cls.__name__, [fault])
         return {name: _whole(value) for name, value in data.items() if name in known}
+
+
+class MarkedBody(Body):
+    """A message, a tool or a part of it: clients send back what they or other servers added to it."""
+
+    passes: ClassVar[dict[str, Any]] = dict.fromkeys(_ADDED | _SENT | {"cache_control", "prompt_cache_breakpoint"}, ...)
 
 
 async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
@@ -191,6 +197,7 @@ class SpeculationWish(Body):
 class GenerationBody(Body):
     """Fields that chat and completions share."""
 
+    passes: ClassVar[dict[str, Any]] = _HOLDS | dict.fromkeys(_LABELS, ...)
     model: str | None = Field(None, max_length=LONGEST["model"], description="Of /v1/models; absent: the default one.")
     temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy, else at least 1e-6.")
     top_p: float | None = Field(None, gt=0, le=1)
@@ -220,6 +227,7 @@ class GenerationBody(Body):
     min_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS, description="Only with ignore_eos, and with no stop.")
     cache_salt: str | None = Field(None, max_length=LONGEST["cache_salt"], description="Separates tenants' prefixes.")
     speculation: SpeculationWish | None = None
+    return_token_ids: bool | None = Field(False, description="Of the output and the prompt; vLLM's.")
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower numbers are served first.")
     user: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
     metadata: Annotated[dict[str, Any] | None, Unkept] = Field(None, description="Ignored.")
@@ -238,14 +246,6 @@ class GenerationBody(Body):
     @property
     def choices(self) -> int:
         return self.n or 1
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
-    def show(self) -> bool:
-        return self.speculation is not None and self.speculation.show
 
 
 class ChatOptions(GenerationBody):

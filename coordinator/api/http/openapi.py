@@ -12,7 +12,7 @@ from coordinator.admission.waiting.urgency import MAX_TIMEOUT_S, TIMEOUT_HEADER
 from coordinator.api.http import responses
 from coordinator.api.http.agents.bodies import ChatBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from coordinator.api.http.agents.response_bodies import ResponsesBody
-from coordinator.api.http.agents.response_types import ModelResponse, ModelResponseEvent
+from coordinator.api.http.agents.response_events import ModelResponse, ModelResponseEvent
 from coordinator.api.http.agents.tokenize import Detokenized, Tokenized
 from coordinator.api.http.bodies import CompletionBody
 from coordinator.api.http.messages.bodies import CountTokensBody, MessagesBody
@@ -43,21 +43,38 @@ _STATUSES = {
     503: "No worker is ready, or the server is shutting down: try again after Retry-After",
     504: "The deadline passed, or would: try again after Retry-After",
 }
+_KEY = "Requests with the same key generate once; repeats get the first answer."
+_TIMEOUT = "Seconds: a request that cannot be answered in this time is refused at once."
+_REFERRED: dict[type[Any], None] = {}  # models that the document describes
 _OPEN: Json = {"security": []}
 _MODEL: Json = {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
 def document() -> Json:
     """Return the OpenAPI document."""
-    kinds = (
-        *(ChatBody, responses.ChatCompletion, responses.ChatCompletionChunk),
-        *(CompletionBody, responses.Completion, responses.CompletionChunk),
-        *(ResponsesBody, ModelResponse, ModelResponseEvent),
-        *(MessagesBody, ModelMessage, ModelMessageEvent, CountTokensBody, TokenCount),
-        *(TokenizeTextBody, TokenizeChatBody, Tokenized, DetokenizeBody, Detokenized),
-        *(responses.Model, responses.ModelList, responses.Fleet, responses.Status, responses.Error),
-    )
-    adapters: list[Any] = [(kind.__name__, "validation", TypeAdapter(kind)) for kind in kinds]
+    paths: Json = {
+        "/v1/chat/completions": _generates(
+            "Answer a chat", ChatBody, _CHAT, responses.ChatCompletion, responses.ChatCompletionChunk
+        ),
+        "/v1/completions": _generates(
+            "Continue a text", CompletionBody, _COMPLETION, responses.Completion, responses.CompletionChunk
+        ),
+        "/v1/responses": _generates("Answer items", ResponsesBody, _ITEMS, ModelResponse, ModelResponseEvent),
+        "/v1/messages": _generates("Answer turns", MessagesBody, _CHAT, ModelMessage, ModelMessageEvent),
+        "/v1/messages/count_tokens": _converts("Tokens of turns", (CountTokensBody,), _TURNS, TokenCount),
+        "/tokenize": _converts("Tokens of a text or chat", (TokenizeTextBody, TokenizeChatBody), _TEXT, Tokenized),
+        "/detokenize": _converts("Text of tokens", (DetokenizeBody,), {"tokens": [40, 41]}, Detokenized),
+        "/v1/models": {"get": _gets("The served model", _json(responses.ModelList), 401, 503)},
+        "/v1/models/{model}": {"get": _MODEL | _gets("One model", _json(responses.Model), 401, 404, 503)},
+        "/fleet": {"get": _gets("The coordinator and its workers", _json(responses.Fleet), 401)},
+        "/health": {"get": _OPEN | _gets("Liveness of this process", _json(responses.Status))},
+        "/ready": {"get": _OPEN | _gets("Readiness to answer requests", _json(responses.Status), 503)},
+        "/metrics": {"get": _gets("Counters and gauges for Prometheus", {"text/plain": {}}, 401)},
+        "/openapi.json": {"get": _OPEN | _gets("This document", {"application/json": {}})},
+        "/docs": {"get": _OPEN | _gets("This document as a page", {"text/html": {}})},
+    }
+    common = {str(status): _error(status) for status in _STATUSES}
+    adapters: list[Any] = [(kind.__name__, "validation", TypeAdapter(kind)) for kind in _REFERRED]
     _, schemas = TypeAdapter.json_schemas(adapters, ref_template=REFS)
     return {
         "openapi": "3.1.0",
@@ -69,30 +86,10 @@ def document() -> Json:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "security": [{}, {"key": []}],
-        "paths": {
-            "/v1/chat/completions": _generates(
-                "Answer a chat", ChatBody, _CHAT, responses.ChatCompletion, responses.ChatCompletionChunk
-            ),
-            "/v1/completions": _generates(
-                "Continue a text", CompletionBody, _COMPLETION, responses.Completion, responses.CompletionChunk
-            ),
-            "/v1/responses": _generates("Answer items", ResponsesBody, _ITEMS, ModelResponse, ModelResponseEvent),
-            "/v1/messages": _generates("Answer turns", MessagesBody, _CHAT, ModelMessage, ModelMessageEvent),
-            "/v1/messages/count_tokens": _converts("Tokens of turns", (CountTokensBody,), _TURNS, TokenCount),
-            "/tokenize": _converts("Tokens of a text or chat", (TokenizeTextBody, TokenizeChatBody), _TEXT, Tokenized),
-            "/detokenize": _converts("Text of tokens", (DetokenizeBody,), {"tokens": [40, 41]}, Detokenized),
-            "/v1/models": {"get": _gets("The served model", _json(responses.ModelList), 401, 503)},
-            "/v1/models/{model}": {"get": _MODEL | _gets("One model", _json(responses.Model), 401, 404, 503)},
-            "/fleet": {"get": _gets("The coordinator and its workers", _json(responses.Fleet), 401)},
-            "/health": {"get": _OPEN | _gets("Liveness of this process", _json(responses.Status))},
-            "/ready": {"get": _OPEN | _gets("Readiness to answer requests", _json(responses.Status), 503)},
-            "/metrics": {"get": _gets("Counters and gauges for Prometheus", {"text/plain": {}}, 401)},
-            "/openapi.json": {"get": _OPEN | _gets("This document", {"application/json": {}})},
-            "/docs": {"get": _OPEN | _gets("This document as a page", {"text/html": {}})},
-        },
+        "paths": paths,
         "components": {
             "schemas": schemas["$defs"],
-            "responses": {str(status): _error(status) for status in _STATUSES},
+            "responses": common,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "If set; or x-api-key."}},
         },
     }
@@ -110,22 +107,16 @@ def _generates(summary: str, body: type[Any], example: Json, reply: type[Any], c
     operation = {
         "summary": summary,
         "parameters": [
-            {
-                "name": "Idempotency-Key",
-                "in": "header",
-                "description": "Requests with the same key generate once; repeats get the first answer.",
-                "schema": {"type": "string", "maxLength": MAX_KEY_CHARACTERS, "pattern": "^[!-~]*$"},
-            },
-            {
-                "name": TIMEOUT_HEADER,
-                "in": "header",
-                "description": "Seconds: a request that cannot be answered in this time is refused at once.",
-                "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S},
-            },
+            _header("Idempotency-Key", _KEY, type="string", maxLength=MAX_KEY_CHARACTERS, pattern="^[!-~]*$"),
+            _header(TIMEOUT_HEADER, _TIMEOUT, type="number", exclusiveMinimum=0, maximum=MAX_TIMEOUT_S),
         ],
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body), "example": example}}},
     }
     return {"post": _gets(described, content, 400, 401, 404, 408, 409, 413, 415, 429, 499, 502, 503, 504) | operation}
+
+
+def _header(name: str, description: str, **schema: Any) -> Json:
+    return {"name": name, "in": "header", "description": description, "schema": schema}
 
 
 def _converts(summary: str, bodies: Sequence[type[Any]], example: Json, reply: type[Any]) -> Json:
@@ -151,4 +142,5 @@ def _json(kind: type[Any]) -> Json:
 
 
 def _ref(kind: type[Any]) -> Json:
+    _REFERRED[kind] = None
     return {"$ref": REFS.format(model=kind.__name__)}

@@ -36,12 +36,11 @@ class Replies(ABC, Generic[BodyT]):
     prefix: str  # of ids
     kind: str
     chunk_kind: str
-    prompts: Mapping[int, list[Token]] = {}  # by their numbers, with log probabilities, if the answer has them
+    prompts: Mapping[int, list[Token]] = {}  # by their numbers, if the answer begins with them
 
-    def __init__(self, body: BodyT, target: Target, model: str) -> None:
+    def __init__(self, body: BodyT, target: Target) -> None:
         self._body: BodyT = body
         self._target = target
-        self._model = model
         self._written: Counter[int] = Counter()  # characters of each choice
 
     async def whole(self, answering: Answering, made: Callable[[dict[str, Any]], Any] = dict) -> Any:
@@ -75,6 +74,7 @@ class Replies(ABC, Generic[BodyT]):
                     for part in parts:
                         last = part is parts[-1] and not tokens and not more
                         yield head | {"choices": [part]} | (metrics(sessions) if last else more)
+                        head.pop("prompt_token_ids", None)  # of chats
             if more:
                 yield head | {"choices": [], "usage": usage(sessions, self._body.choices)} | metrics(sessions)
 
@@ -83,9 +83,18 @@ class Replies(ABC, Generic[BodyT]):
             "id": f"{self.prefix}-{session.record.session_id}",
             "object": kind,
             "created": int(time.time()),
-            "model": self._model,
+            "model": self._target.served_name,
             "system_fingerprint": session.target.info.fingerprint,
         }
+
+    def _details(self, session: Session, tokens: Sequence[Token], *, chunk: bool = True) -> responses.TokenDetails:
+        """Return what is told of new tokens where it is asked for; with the first one, the ids of the prompt."""
+        told: responses.TokenDetails = {"token_ids": [it.token for it in tokens]} if self._body.return_token_ids else {}
+        if told and tokens and tokens[0] is session.output.tokens[0] and isinstance(self._body, CompletionBody):
+            told["prompt_token_ids"] = [*session.record.request.prompt]
+        if chunk and self._body.speculation and self._body.speculation.show:
+            told["speculation"] = speculation_of(session, tokens)
+        return told
 
     @abstractmethod
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Any:
@@ -104,9 +113,9 @@ def plan_completion(
     body: CompletionBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], Replies[CompletionBody]]:
     """Return one input per prompt, each with its own seed if the body has none, and the formatter of replies."""
-    given: list[dict[str, Any]] = [{"prompt" if isinstance(it, str) else "tokens": it} for it in body.prompts]
-    inputs = [input_of(body, target, settings, **each) for each in given]
-    return inputs, CompletionReplies(body, target, target.served_name)
+    named = (("prompt" if isinstance(it, str) else "tokens", it) for it in body.prompts)
+    inputs = [input_of(body, target, settings, **{name: it}) for name, it in named]
+    return inputs, CompletionReplies(body, target)
 
 
 class CompletionReplies(Replies[CompletionBody]):
@@ -115,44 +124,36 @@ class CompletionReplies(Replies[CompletionBody]):
 
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.CompletionChoice:
         said, text = self._said(session, tokens, ended=True)
+        prompt = self.prompts.get(number // self._body.choices, [])
         return {
             "index": number,
-            "text": self._echo(number, session) + text,
-            "logprobs": self._logprobs([*self.prompts.get(number // self._body.choices, ()), *said], 0),
+            "text": text_of(prompt) + text,
+            "logprobs": self._logprobs([*prompt, *said], 0),
             "finish_reason": reason_of(session),
+            **self._details(session, said, chunk=False),
         }
 
     def _echoed(self, number: int, session: Session) -> Iterator[responses.CompletionChunkChoice]:
-        if self._body.echo and number not in self._written:
-            echo, prompt = self._echo(number, session), self.prompts.get(number // self._body.choices, ())
-            for start in range(0, len(prompt) or 1, MAX_READ):
-                read, at = prompt[start : start + MAX_READ], self._written[number]
-                end = at + len(text_of(read)) if start + MAX_READ < len(prompt) else len(echo)
-                text, logprobs = echo[at:end], self._logprobs(read, at)
-                yield {"index": number, "text": text, "logprobs": logprobs, "finish_reason": None}
-                self._written[number] = end
+        prompt = self.prompts.get(number // self._body.choices, []) if number not in self._written else []
+        for start in range(0, len(prompt), MAX_READ):
+            read, at = prompt[start : start + MAX_READ], self._written[number]
+            yield {"index": number, "text": text_of(read), "logprobs": self._logprobs(read, at), "finish_reason": None}
+            self._written[number] += len(text_of(read))
 
     def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.CompletionChunkChoice]:
-        parts: list[responses.CompletionChunkChoice] = []
         said, text = self._said(session, tokens, ended=not tokens)
-        logprobs = self._logprobs(said, self._written[number])
+        details, logprobs = self._details(session, said), self._logprobs(said, self._written[number])
         self._written[number] += len(text)
-        if text or logprobs or self._body.show or not tokens:
-            reason = None if tokens else reason_of(session)
-            parts.append({"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason})
-            if self._body.show:
-                parts[-1]["speculation"] = speculation_of(session, said)
-        return parts
+        if tokens and not (text or logprobs or details):
+            return []
+        reason = None if tokens else reason_of(session)
+        return [{"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason, **details}]
 
     def _said(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> tuple[Sequence[Token], str]:
         """Return new tokens and their text: none where the request is for its prompts alone."""
         if self._body.max_tokens == 0:
             return (), ""
         return tokens, text_of(tokens) + session.output.rest.text * ended
-
-    def _echo(self, number: int, session: Session) -> str:
-        sent = self._body.prompts[number // self._body.choices] if self._body.echo else ""
-        return sent if isinstance(sent, str) else self._target.decode(session.record.request.prompt)
 
     def _logprobs(self, tokens: Sequence[Token], offset: int) -> responses.CompletionLogprobs | None:
         """Return the log probabilities; `offset` is the number of characters before these tokens."""

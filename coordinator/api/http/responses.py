@@ -75,6 +75,12 @@ class ChunkSpeculation(TypedDict):
     gamma: int
 
 
+class TokenDetails(TypedDict, total=False):
+    token_ids: list[int]
+    prompt_token_ids: Annotated[list[int], Field(description="Of completions, in the first chunk")]
+    speculation: Annotated[ChunkSpeculation, Field(description="In chunks")]
+
+
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 FinishName = Literal["stop", "length", "tool_calls"]
@@ -130,38 +136,37 @@ class Delta(TypedDict, total=False):
     tool_calls: list[ToolCallDelta]
 
 
-class ChatChoice(TypedDict):
+class ChatChoice(TokenDetails):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishName
 
 
-class ChatChunkChoice(TypedDict):
+class ChatChunkChoice(TokenDetails):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: FinishName | None
-    speculation: NotRequired[ChunkSpeculation]
 
 
-class CompletionChoice(TypedDict):
+class CompletionChoice(TokenDetails):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishName
 
 
-class CompletionChunkChoice(TypedDict):
+class CompletionChunkChoice(TokenDetails):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishName | None
-    speculation: NotRequired[ChunkSpeculation]
 
 
 class _Head(TypedDict):
     id: str
+    prompt_token_ids: NotRequired[Annotated[list[int], Field(description="Of chats, in the first chunk")]]
     created: int
     model: str
     system_fingerprint: Annotated[str, Field(description="Equal ones, prompts, parameters and seeds give equal texts")]

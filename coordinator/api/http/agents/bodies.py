@@ -9,7 +9,7 @@ from pydantic import Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, from_json
 from pydantic_core.core_schema import tagged_union_schema
 
-from coordinator.api.http.bodies import Body, ChatOptions, CompletionBody, TokenId, check_counts
+from coordinator.api.http.bodies import Body, ChatOptions, CompletionBody, MarkedBody, TokenId, check_counts
 from outrider.protocol.field_limits import LONGEST, OTHER
 from outrider.speculation.grammar import CONSTANTS
 
@@ -42,22 +42,30 @@ class ByType:
     """Annotation of a union whose members are told by their type; all other types are those of the first one."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        members = [(name, it) for it in get_args(source) for name in get_args(it.model_fields["type"].annotation)]
-        names = [name for name, _ in members]
+        kinds = {name: it for it in get_args(source) for name in get_args(it.model_fields["type"].annotation)}
+        first, *others = kinds
 
         def tag(value: Any) -> str:
             given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-            return f"[{given if given in names else names[0]}]"  # the bracket marks it as no field in names of errors
+            return f"[{given if given in others else first}]"  # the bracket marks it as no field in names of errors
 
-        return tagged_union_schema({f"[{name}]": handler.generate_schema(it) for name, it in members}, tag)
+        return tagged_union_schema({f"[{name}]": handler.generate_schema(it) for name, it in kinds.items()}, tag)
 
 
-class TextPart(Body):
-    type: Literal["text"]
+class TextPart(MarkedBody):
+    type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
 
 
-class NamedFunction(Body):
+class RefusalPart(MarkedBody):
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+Parts = Annotated[list[Annotated[TextPart | RefusalPart, ByType()]], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class NamedFunction(MarkedBody):
     name: FunctionName
 
     def within(self, namespace: str | None) -> Self:
@@ -82,7 +90,7 @@ class Function(NamedFunction):
         return {"type": "object", **(given if self.strict else lenient(given))}
 
 
-class Tool(Body):
+class Tool(MarkedBody):
     type: Literal["function"]
     function: Function
 
@@ -90,6 +98,16 @@ class Tool(Body):
 class ToolChoice(Body):
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools = Field(description="All tools are in the prompt, and these can be called.")
 
 
 class CalledFunction(NamedFunction):
@@ -113,16 +131,16 @@ class CalledFunction(NamedFunction):
         return self
 
 
-class ToolCall(Body):
+class ToolCall(MarkedBody):
     id: str = Field(max_length=OTHER)
-    index: Annotated[int | None, Field(description="Ignored: OpenAI's client leaves it in streamed answers.")] = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(Body):
+class Message(MarkedBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    content: str | Parts | None = None
+    refusal: str | None = Field(None, description="Of an assistant: a further line of its text.")
     reasoning_content: str | None = Field(None, description="Of an answer, for templates that show it.")
     reasoning: str | None = Field(None, description="vLLM's name of reasoning_content.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
@@ -131,10 +149,11 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _whole(self) -> Message:
-        if self.content is None and not (self.tool_calls or self.reasoning_content or self.reasoning):
+        said = self.tool_calls or self.refusal
+        if self.content is None and not (said or self.reasoning_content or self.reasoning):
             raise ValueError("content is required in a message without tool_calls")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are those of an assistant")
+        if said and self.role != "assistant":
+            raise ValueError("tool_calls and a refusal are those of an assistant")
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise ValueError("tool_call_id is required in messages of tools, and only there")
         return self
@@ -142,8 +161,9 @@ class Message(Body):
     @property
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates read it."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
-        plain: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": text}
+        texts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content or ()]
+        texts += [self.refusal] if self.refusal else []
+        plain: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": "\n".join(texts)}
         if thoughts := self.reasoning_content or self.reasoning:
             plain["reasoning_content"] = thoughts
         if self.tool_calls:
@@ -186,7 +206,7 @@ class ChatFields(Body):
 class ChatBody(ChatFields, ChatOptions):
     """`POST /v1/chat/completions`."""
 
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
+    tool_choice: Literal["none", "auto", "required"] | Annotated[ToolChoice | AllowedChoice, ByType()] | None = Field(
         None, description="A call is possible with auto, the default with tools, and certain with required or a name."
     )
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
@@ -195,8 +215,8 @@ class ChatBody(ChatFields, ChatOptions):
     def _choice(self) -> ChatBody:
         if self.tool_choice == "required" and not self.tools:
             raise ValueError("tool_choice required needs tools")
-        if isinstance(self.tool_choice, ToolChoice) and not self.callable_tools:
-            raise ValueError("tool_choice needs a name of tools")
+        if not {tool.function.name for tool in self.tools or ()}.issuperset(self.chosen):
+            raise ValueError("tool_choice needs names of tools")
         return self
 
     @property
@@ -204,7 +224,8 @@ class ChatBody(ChatFields, ChatOptions):
         """Return whether the answer must call a tool; None: it must not."""
         if not self.tools or self.tool_choice == "none":
             return None
-        return self.tool_choice not in (None, "auto")
+        choice = self.tool_choice
+        return (choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice) not in (None, "auto")
 
     @property
     def formatted(self) -> bool:
@@ -213,9 +234,15 @@ class ChatBody(ChatFields, ChatOptions):
         return self.calls_required is False and bool(given)
 
     @property
+    def chosen(self) -> list[str]:
+        """Return the names of the only tools that can be called; without any of them all can."""
+        choice = self.tool_choice
+        among = choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else [choice]
+        return [it.function.name for it in among if isinstance(it, ToolChoice)]
+
+    @property
     def callable_tools(self) -> list[Tool]:
-        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
-        return [tool for tool in self.tools or () if chosen in (None, tool.function.name)]
+        return [tool for tool in self.tools or () if tool.function.name in (self.chosen or [tool.function.name])]
 
 
 class _TextTokensBody(Body):

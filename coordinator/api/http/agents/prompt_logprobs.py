@@ -29,10 +29,12 @@ _MORE_RUNS = 32  # sessions of a request's prompts beyond the first one of each
 async def echoed_prompts(
     body: CompletionBody, sessions: SessionManager, requests: Sequence[SessionRequest], target: Target, key: str
 ) -> dict[int, list[Token]]:
-    """Return the tokens of each prompt, by its number, if the answer has their log probabilities."""
-    if not body.echo or body.logprobs is None:
+    """Return the tokens of each prompt that the answer repeats, by its number; without log probabilities as one."""
+    if not body.echo:
         return {}
     texts = [it if isinstance(it, str) else target.decode(it) for it in body.prompts]  # some may have equal tokens
+    if body.logprobs is None:
+        return {number: [Token(0, TokenKind.PLAIN, text, None)] for number, text in enumerate(texts)}
     asked = [(request.prompt, text) for request, text in zip(requests[:: body.choices], texts, strict=True)]
     distinct = dict(zip(asked, requests[:: body.choices], strict=True))
     runs = sum(len([*_runs(prompt, target.info.eos_token_ids)]) for prompt, _ in distinct)

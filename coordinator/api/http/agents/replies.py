@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from coordinator.api.http import responses
-from coordinator.api.http.agents.bodies import ChatBody, lenient
+from coordinator.api.http.agents.bodies import ChatBody, ToolChoice, lenient
 from coordinator.api.http.agents.calls.forms import HARMONY
 from coordinator.api.http.agents.dialects import Manner, manner_of
 from coordinator.api.http.agents.gpt_oss import harmony
@@ -19,7 +20,7 @@ from coordinator.api.http.agents.tool_grammar import grammar_of
 from coordinator.api.http.answer import input_of
 from coordinator.api.http.bodies import ChatOptions
 from coordinator.api.http.failures import FIELD_NAMES
-from coordinator.api.http.replies import Replies, reason_of, speculation_of, text_of
+from coordinator.api.http.replies import Replies, reason_of, text_of
 from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
@@ -35,7 +36,7 @@ def plan_chat(body: ChatBody, target: Target, settings: CoordinatorSettings) -> 
     request, manner = chat_input(body, target, settings)
     tools = None if body.calls_required is None else body.tools
     body = body.model_copy(update={"messages": [], "tools": tools})  # an answer may take minutes, and these megabytes
-    return [request], ChatReplies(body, target, target.served_name, manner)
+    return [request], ChatReplies(body, target, manner)
 
 
 def chat_input(
@@ -59,7 +60,8 @@ def chat_input(
     if manner.dialect is HARMONY:
         grammar = harmony.grammar_of(schemas, body, target, grammar)
     elif required is not None:
-        parallel = manner.several and body.parallel_tool_calls is not False and isinstance(body.tool_choice, str | None)
+        several = manner.several and body.parallel_tool_calls is not False
+        parallel = several and not isinstance(body.tool_choice, ToolChoice)
         grammar = grammar_of(schemas, manner, target, required=required, parallel=parallel, answer=grammar)
     return replace(request, params=replace(request.params, grammar=grammar)), manner
 
@@ -103,8 +105,8 @@ class ChatReplies(Replies[ChatOptions]):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, target: Target, model: str, manner: Manner) -> None:
-        super().__init__(body, target, model)
+    def __init__(self, body: ChatBody, target: Target, manner: Manner) -> None:
+        super().__init__(body, target)
         self._readers = [AnswerReader(body, target, manner) for _ in range(body.choices)]
 
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.ChatChoice:
@@ -113,26 +115,30 @@ class ChatReplies(Replies[ChatOptions]):
             "message": self._message(number, session, tokens),
             "logprobs": self._logprobs(tokens),
             "finish_reason": self._reason(number, session),
+            **self._details(session, tokens, chunk=False),
         }
 
+    def _head(self, kind: str, session: Session) -> dict[str, Any]:
+        ids = {"prompt_token_ids": [*session.record.request.prompt]} if self._body.return_token_ids else {}
+        return super()._head(kind, session) | ids
+
     def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.ChatChunkChoice]:
-        parts = []
+        parts: list[responses.ChatChunkChoice] = []
         if not self._written:  # all choices, in their order: OpenAI's client appends each at its first chunk
             begun: responses.Delta = {"role": "assistant", "content": "", "refusal": None}
-            parts = [_delta(each, begun) for each in range(self._body.choices)]
+            every = range(self._body.choices)
+            parts = [{"index": it, "delta": begun, "logprobs": None, "finish_reason": None} for it in every]
         self._written[number] += 1
         deltas = self._deltas(number, session, tokens, ended=not tokens)
-        logprobs = self._logprobs(tokens)
-        if not deltas and (logprobs or (self._body.show and tokens)):
+        logprobs, details = self._logprobs(tokens), self._details(session, tokens)
+        if tokens and not deltas and (logprobs or details):
             deltas = [{"content": ""}]
-        said = [_delta(number, delta) for delta in deltas]
-        if said:
-            said[0]["logprobs"] = logprobs
-            if self._body.show:
-                said[0]["speculation"] = speculation_of(session, tokens)
-        parts += said
+        for delta in deltas:
+            parts.append({"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": None, **details})
+            logprobs, details = None, {}
         if not tokens:
-            parts.append(_delta(number, {}, self._reason(number, session)))
+            end = self._reason(number, session)
+            parts.append({"index": number, "delta": {}, "logprobs": None, "finish_reason": end})
         return parts
 
     def _logprobs(self, tokens: Sequence[Token]) -> responses.ChatLogprobs | None:
@@ -190,7 +196,3 @@ class ChatReplies(Replies[ChatOptions]):
 def call_id(session: Session, index: int) -> str:
     """Return the id of a call, the same whenever the answer is repeated. Templates of Mistral want 9 characters."""
     return hashlib.sha256(f"{session.record.session_id}/{index}".encode()).hexdigest()[:9]
-
-
-def _delta(number: int, it: responses.Delta, reason: responses.FinishName | None = None) -> responses.ChatChunkChoice:
-    return {"index": number, "delta": it, "logprobs": None, "finish_reason": reason}

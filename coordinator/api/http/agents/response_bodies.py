@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from coordinator.api.http.agents import bodies as chats
-from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, ResponseFormat, Unkept
+from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, MarkedBody, ResponseFormat
 from outrider.protocol.field_limits import OTHER
 
 
@@ -20,36 +20,23 @@ def _absent(value: Any) -> Any:
     return value
 
 
-_Absent = Annotated[None, BeforeValidator(_absent)]
-_False = Annotated[bool | None, AfterValidator(_absent)]
-_UNSTORED = "Not supported: nothing is stored."
+_UNSTORED = Field(description="Not supported: nothing is stored.")
+_Absent = Annotated[None, BeforeValidator(_absent), _UNSTORED]
+_False = Annotated[bool | None, AfterValidator(_absent), _UNSTORED]
 
 
-class ItemText(Body):
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
-    text: str
-    logprobs: Annotated[list[Any] | None, Unkept] = Field(None, description="Ignored.")
-
-
-_Texts = Annotated[list[ItemText], Field(max_length=chats.MAX_PARTS, fail_fast=True)]
-
-
-def _joined(content: str | list[ItemText]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-class _Item(Body):
+class _Item(MarkedBody):
     status: str | None = Field(None, max_length=64, description="Ignored.")
 
 
 class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | _Texts
+    content: str | chats.Parts
 
     @property
     def message(self) -> dict[str, Any]:
-        return {"role": self.role, "content": _joined(self.content)}
+        return {"role": self.role, "content": self.content}
 
 
 class CallItem(_Item, chats.CalledFunction):
@@ -66,21 +53,22 @@ class CallItem(_Item, chats.CalledFunction):
 class CallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=OTHER)
-    output: str | _Texts
+    output: str | chats.Parts
 
     @property
     def message(self) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
 
 
 class ReasoningItem(_Item):
     type: Literal["reasoning"]
-    content: _Texts | None = Field(None, description="For templates that show it.")
-    summary: _Texts | None = Field(None, description="Read in place of an absent content.")
+    content: chats.Parts | None = Field(None, description="For templates that show it.")
+    summary: chats.Parts | None = Field(None, description="Read in place of an absent content.")
 
     @property
     def message(self) -> dict[str, Any]:
-        return {"role": "assistant", "reasoning_content": _joined(self.content or self.summary or "")}
+        parts = self.content or self.summary or ()
+        return {"role": "assistant", "reasoning_content": "\n".join(part.text for part in parts)}
 
 
 Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, chats.ByType()]
@@ -97,8 +85,23 @@ class FunctionTool(chats.Function):
         return self
 
 
+class ServerTool(BaseModel):
+    """A tool that OpenAI's servers would run. It is only offered, so the target is not told of it."""
+
+    type: Literal["web_search", "web_search_preview", "image_generation"]
+
+
 class FunctionChoice(chats.NamedFunction):
     type: Literal["function"]
+
+
+class AllowedFunctions(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=chats.MAX_TOOLS, fail_fast=True)]
+
+
+_Tool = Annotated[FunctionTool | ServerTool, chats.ByType()]
 
 
 class TextFormat(JsonSchema):
@@ -126,20 +129,23 @@ class ResponsesBody(GenerationBody):
 
     input: str | Annotated[list[Item], Field(min_length=1, max_length=chats.MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=chats.MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tools: Annotated[list[_Tool], Field(max_length=chats.MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | Annotated[FunctionChoice | AllowedFunctions, chats.ByType()] | None
+    ) = None
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: chats.TemplateVariables | None = None
     n: Literal[1] | None = None
+    return_token_ids: Literal[False] | None = False
     response_format: None = Field(None, description="Its name is text.format here.")
     metadata: dict[str, Any] | None = Field(None, description="The answer has it, too.")
-    store: _False = Field(None, description=_UNSTORED)
-    background: _False = Field(None, description=_UNSTORED)
-    previous_response_id: _Absent = Field(None, description=_UNSTORED)
-    conversation: _Absent = Field(None, description=_UNSTORED)
+    store: _False = None
+    background: _False = None
+    previous_response_id: _Absent = None
+    conversation: _Absent = None
     truncation: Literal["disabled"] | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = Field(
         None, description="Ignored: reasoning is sent as it is."
@@ -156,7 +162,7 @@ class ResponsesBody(GenerationBody):
     @property
     def functions(self) -> Iterator[tuple[FunctionTool, dict[str, str]]]:
         """Yield the functions as the target is told of them, each with the fields that name it in a call."""
-        for tool in self.tools or ():
+        for tool in (it for it in self.tools or () if isinstance(it, FunctionTool)):
             space = {} if tool.tools is None else {"namespace": tool.name}
             for each in [tool] if tool.tools is None else tool.tools:
                 yield each.within(space.get("namespace")), {"name": each.name, **space}
@@ -166,9 +172,7 @@ class ResponsesBody(GenerationBody):
         """Return the same request as a chat."""
         same = (*GenerationBody.model_fields, "parallel_tool_calls", "chat_template_kwargs")
         given: dict[str, Any] = {name: getattr(self, name) for name in same}
-        given |= {"tool_choice": self.tool_choice, "max_completion_tokens": self.max_output_tokens}
-        if isinstance(self.tool_choice, FunctionChoice):
-            given["tool_choice"] = chats.ToolChoice(type="function", function=self.tool_choice)
+        given |= {"tool_choice": _nested(self.tool_choice), "max_completion_tokens": self.max_output_tokens}
         given["tools"] = [chats.Tool(type="function", function=tool) for tool, _ in self.functions]
         text = self.text or TextOptions()
         given |= {"verbosity": text.verbosity, "reasoning_effort": self.reasoning and self.reasoning.effort}
@@ -176,6 +180,14 @@ class ResponsesBody(GenerationBody):
             schema = form if form.type == "json_schema" else None
             given["response_format"] = ResponseFormat.model_construct(type=form.type, json_schema=schema)
         return chats.ChatBody(messages=_messages(self.instructions, self.input), **given)
+
+
+def _nested(choice: Any) -> Any:
+    """Return a choice of tools in the form that chats have for it."""
+    if isinstance(choice, AllowedFunctions):
+        allowed = {"mode": choice.mode, "tools": [*map(_nested, choice.tools)]}
+        return {"type": choice.type, "allowed_tools": allowed}
+    return {"type": choice.type, "function": choice} if isinstance(choice, FunctionChoice) else choice
 
 
 def _messages(instructions: str | None, items: str | Sequence[Item]) -> list[chats.Message]:

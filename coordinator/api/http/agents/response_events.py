@@ -1,11 +1,14 @@
-"""Replies of `/v1/responses`: typed events of a stream, of which the last has the whole response."""
+"""Replies of `/v1/responses`, and their types: events of a stream, of which the last has the whole response."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.dialects import Manner
@@ -15,6 +18,7 @@ from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.answer import progress
 from coordinator.api.http.failures import body_of
 from coordinator.api.http.replies import Answering, metrics, reason_of, usage
+from coordinator.api.http.responses import AnswerMetrics, CompletionDetails, PromptDetails
 from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
@@ -48,6 +52,79 @@ _ITEMS: dict[PartKind, tuple[str, str, Json, Json]] = {
 }
 
 
+class ItemPart(TypedDict):
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: NotRequired[list[Any]]
+    logprobs: NotRequired[list[Any]]
+
+
+class OutputItem(TypedDict):
+    type: Literal["message", "reasoning", "function_call"]
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: NotRequired[Annotated[Literal["assistant"], Field(description="Of a message.")]]
+    content: NotRequired[Annotated[list[ItemPart], Field(description="Of a message or reasoning: one part.")]]
+    summary: NotRequired[Annotated[list[Any], Field(description="Of reasoning: empty.")]]
+    call_id: NotRequired[Annotated[str, Field(description="Of a call, for the item with its output.")]]
+    name: NotRequired[Annotated[str, Field(description="Of a call.")]]
+    namespace: NotRequired[Annotated[str, Field(description="Of a call, if its tool is in one.")]]
+    arguments: NotRequired[Annotated[str, Field(description="Of a call: a JSON object.")]]
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: PromptDetails
+    output_tokens: int
+    output_tokens_details: CompletionDetails
+    total_tokens: int
+
+
+class ModelResponse(TypedDict):
+    """One answer. It repeats the fields of its request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: Annotated[dict[str, str] | None, Field(description="With code and message, where it failed.")]
+    incomplete_details: Annotated[dict[str, str] | None, Field(description="With reason max_output_tokens.")]
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any] | None
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    metrics: NotRequired[AnswerMetrics]
+
+
+class ModelResponseEvent(TypedDict):
+    """One event of a stream. Its type says which fields it has, as OpenAI documents them."""
+
+    type: str
+    sequence_number: int
+    response: NotRequired[ModelResponse]
+    output_index: NotRequired[int]
+    item: NotRequired[OutputItem]
+    item_id: NotRequired[str]
+    content_index: NotRequired[int]
+    part: NotRequired[ItemPart]
+    delta: NotRequired[str]
+    text: NotRequired[str]
+    logprobs: NotRequired[list[Any]]
+    name: NotRequired[str]
+    arguments: NotRequired[str]
+
+
 def plan_response(
     body: ResponsesBody, chat: ChatBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], ResponseReplies]:
@@ -61,11 +138,14 @@ class ResponseReplies:
 
     def __init__(self, body: ResponsesBody, target: Target, manner: Manner) -> None:
         given = body.model_dump(include={*_GIVEN}, exclude_none=True, by_alias=True)
+        given["tools"] = [tool for tool in given.get("tools", ()) if "name" in tool]
         self._given = _GIVEN | given | {"text": _GIVEN["text"] | given.get("text", {})}
-        self._model = target.served_name
         self._names = {tool.name: named for tool, named in body.functions}  # of calls, by what the target is told
         self._reader = AnswerReader(body.chat, target, manner)
         self._created = int(time.time())
+        self._items: list[Json] = []
+        self._kind: PartKind | None = None  # of the item that is open
+        self._begun: Json = {}  # its part, or the call itself, to which text is added
 
     async def whole(self, answering: Answering, made: Callable[[Json], Any] = dict) -> Any:
         async with answering as sessions, contextlib.aclosing(self._events(sessions[0])) as events:
@@ -88,18 +168,18 @@ class ResponseReplies:
                 yield {"type": "response.failed", "response": response, "sequence_number": number}
 
     async def _events(self, session: Session) -> AsyncGenerator[Json, None]:
-        output, names = _Output(session, self._names), ["created", "in_progress"]
+        names = ["created", "in_progress"]
         async with contextlib.aclosing(progress([session])) as updates:
             async for _, tokens in updates:
                 while names:
                     yield {"type": f"response.{names.pop(0)}", "response": self._response(session, "in_progress", [])}
                 for part in self._reader.read(session, tokens, ended=not tokens):
-                    for event in output.add(part):
+                    for event in self._add(session, part):
                         yield event
         status = "incomplete" if reason_of(session) == "length" else "completed"
-        for event in output.end(status, cut=self._reader.parser.cut):
+        for event in self._end(session, status):
             yield event
-        response = self._response(session, status, output.items) | metrics([session])
+        response = self._response(session, status, self._items) | metrics([session])
         used = usage([session], 1).items()
         response["usage"] = {name.replace("prompt", "input").replace("completion", "output"): it for name, it in used}
         if status == "incomplete":
@@ -107,7 +187,6 @@ class ResponseReplies:
         yield {"type": f"response.{status}", "response": response}
 
     def _response(self, session: Session, status: str, output: list[Any]) -> Json:
-        params = session.record.request.params
         return {
             "id": f"resp_{session.record.session_id}",
             "object": "response",
@@ -115,49 +194,40 @@ class ResponseReplies:
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self._model,
+            "model": session.target.served_name,
             "output": output,
             "usage": None,
             "previous_response_id": None,
             "store": False,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
+            "temperature": session.record.request.params.temperature,
+            "top_p": session.record.request.params.top_p,
             "truncation": "disabled",
             **self._given,
         }
 
-
-class _Output:
-    """Items of a response. Each has events for its beginning, its parts and its end."""
-
-    def __init__(self, session: Session, names: Mapping[str, Json]) -> None:
-        self.items: list[Json] = []
-        self._session, self._names = session, names
-        self._kind: PartKind | None = None  # of the item that is open
-        self._begun: Json = {}  # the part of this item, or the call, to which text is added
-
-    def add(self, part: Part) -> Iterator[Json]:
+    def _add(self, session: Session, part: Part) -> Iterator[Json]:
         if part.kind is PartKind.CALL or part.kind not in (PartKind.ARGUMENTS, self._kind):
-            yield from self._begin(part)
+            yield from self._begin(session, part)
         if part.kind is not PartKind.CALL:
             self._begun["arguments" if part.kind is PartKind.ARGUMENTS else "text"] += part.text
             more: Json = {"logprobs": []} if part.kind is PartKind.CONTENT else {}
             yield self._event(f"{self._name}.delta", delta=part.text, **more)
 
-    def end(self, status: str, *, cut: bool) -> Iterator[Json]:
+    def _end(self, session: Session, status: str) -> Iterator[Json]:
         """End the open item, a call as complete unless it was cut. An answer without any has an empty message."""
-        if not self.items:
-            yield from self._begin(Part(PartKind.CONTENT, ""))
-        yield from self._close("incomplete" if cut else "completed" if self._kind is PartKind.CALL else status)
+        if not self._items:
+            yield from self._begin(session, Part(PartKind.CONTENT, ""))
+        called = "completed" if self._kind is PartKind.CALL else status
+        yield from self._close("incomplete" if self._reader.parser.cut else called)
 
-    def _begin(self, begun: Part) -> Iterator[Json]:
+    def _begin(self, session: Session, begun: Part) -> Iterator[Json]:
         yield from self._close("completed")
-        self._kind, number = begun.kind, len(self.items)
+        self._kind, number = begun.kind, len(self._items)
         prefix, self._name, item, part = _ITEMS[begun.kind]
-        item = item | {"id": f"{prefix}_{self._session.record.session_id}_{number}", "status": "in_progress"}
+        item = item | {"id": f"{prefix}_{session.record.session_id}_{number}", "status": "in_progress"}
         if begun.kind is PartKind.CALL:
-            item |= {"call_id": call_id(self._session, number), **self._names[begun.text]}
-        self.items.append(item)
+            item |= {"call_id": call_id(session, number), **self._names[begun.text]}
+        self._items.append(item)
         self._begun = {**part} or item
         yield {"type": "response.output_item.added", "output_index": number, "item": {**item}}
         if part:
@@ -167,16 +237,16 @@ class _Output:
     def _close(self, status: str) -> Iterator[Json]:
         if self._kind is None:
             return
-        item = self.items[-1]
+        item = self._items[-1]
         item["status"] = status
         told = ("name", "arguments", "text", "logprobs")
         yield self._event(f"{self._name}.done", **{name: self._begun[name] for name in told if name in self._begun})
         if self._begun is not item:
             yield self._event("content_part.done", part=self._begun)
-        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+        yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
         self._kind = None
 
     def _event(self, event: str, **fields: Any) -> Json:
-        place = {} if self._begun is self.items[-1] else {"content_index": 0}
-        at = {"output_index": len(self.items) - 1, "item_id": self.items[-1]["id"], **place}
+        place = {} if self._begun is self._items[-1] else {"content_index": 0}
+        at = {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"], **place}
         return {"type": f"response.{event}", **at, **fields}

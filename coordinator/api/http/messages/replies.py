@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.dialects import Manner
 from coordinator.api.http.agents.parser import Part, PartKind
-from coordinator.api.http.agents.replies import AnswerReader, call_id, chat_input, name_as_sent
+from coordinator.api.http.agents.replies import AnswerReader, call_id, chat_input
 from coordinator.api.http.answer import progress
 from coordinator.api.http.messages.types import MessageUsage, ModelMessage
 from coordinator.api.http.replies import Answering, metrics, reason_of, usage
@@ -42,8 +42,7 @@ def plan_message(
     chat: ChatBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], MessageReplies]:
     """Return the input of a message, and the formatter of its replies."""
-    name_as_sent(chat, _FIELDS)
-    request, manner = chat_input(chat, target, settings)
+    request, manner = chat_input(chat, target, settings, _FIELDS)
     return [request], MessageReplies(chat, target, manner)
 
 

@@ -90,17 +90,14 @@ def items(*given: dict[str, Any], **more: Any) -> dict[str, Any]:
     [
         (ChatBody, parts(type="image_url", image_url={"url": "x"}), "messages.1.content.1.type", "image_url"),
         (ChatBody, parts(type="input_audio", input_audio={}), "messages.1.content.1.type", "input_audio"),
-        (ChatBody, parts(type="refusal", refusal="No."), "messages.1.content.1.type", "refusal"),
+        (ChatBody, parts(type="refusal", text="No."), "messages.1.content.1.text", ""),
         (ChatBody, parts(image_url={"url": "x"}), "messages.1.content.1.image_url", ""),
         (ChatBody, parts(type="text", text="x", image_url="x"), "messages.1.content.1.image_url", ""),
         (ChatBody, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type", "custom"),
-        (
-            ChatBody,
-            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
-            "tool_choice.type",
-            "allowed_tools",
-        ),
-        (ResponsesBody, items(tools=[{"type": "web_search", "filters": {}}]), "tools.0.type", "web_search"),
+        (ChatBody, {"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice.type", "custom"),
+        (ResponsesBody, items(tools=[{"type": "file_search", "filters": {}}]), "tools.0.type", "file_search"),
+        (ResponsesBody, items(tools=[{"type": "local_shell"}]), "tools.0.type", "local_shell"),
+        (ResponsesBody, items(tool_choice={"type": "web_search"}), "tool_choice.type", "web_search"),
         (ResponsesBody, items(tools=[{"type": "custom", "name": "f"}]), "tools.0.type", "custom"),
         (ResponsesBody, items({"type": "custom_tool_call", "call_id": "1"}), "input.0.type", "custom_tool_call"),
         (ResponsesBody, items({"role": "user", "phase": "x" * 10, "content": "x", "other": 1}), "input.0.other", ""),
@@ -314,9 +311,90 @@ def test_what_is_the_case_may_be_asked_for(other: dict[str, Any]) -> None:
     assert CompletionBody.model_validate(completion) == CompletionBody.model_validate({"prompt": "x", "echo": False})
     chat = {"messages": [{"role": "user", "content": "Hi."}]}
     assert ChatBody.model_validate(chat | {"echo": False} | DEFAULTS) == ChatBody.model_validate(chat)
+    response = {"input": "Hi.", "top_logprobs": 0, "background": False} | DEFAULTS
+    assert ResponsesBody.model_validate(response).chat == ResponsesBody(input="Hi.").chat
     for kind, body in ((CompletionBody, completion), (ChatBody, chat | DEFAULTS)):
         with pytest.raises(ValidationError, match=next(iter(other))):
             kind.model_validate(body | other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "field"),
+    [
+        (ChatBody, parts(type="text", text="x", echo=False), "messages.0.content.1.echo"),
+        (ChatBody, {"messages": [{"role": "user", "content": "x", "echo": False}]}, "messages.0.echo"),
+        (ChatBody, {"messages": [{"role": "user", "content": "x", "safety_identifier": "y"}]}, "safety_identifier"),
+        (ChatBody, {"messages": [{"role": "user", "content": "x"}], "annotations": []}, "annotations"),
+        (ChatBody, {"messages": [{"role": "user", "content": "x"}], "response_format": {"id": "y"}}, "id"),
+        (ResponsesBody, items({"role": "user", "content": "x", "bad_words": []}), "input.0.bad_words"),
+        (ResponsesBody, items(stream=True, stream_options={"cache_control": {}}), "stream_options.cache_control"),
+        (ResponsesBody, items(text={"phase": "x"}), "text.phase"),
+        (DetokenizeBody, {"tokens": [1], "skip_special_tokens": True}, "skip_special_tokens"),
+    ],
+)
+async def test_what_changes_nothing_does_so_only_where_it_belongs(
+    kind: type[Body], given: dict[str, Any], field: str
+) -> None:
+    """Defaults of other servers and labels belong to requests, and marks to what is sent back."""
+    with pytest.raises(InvalidRequest, match="there is no field") as refused:
+        await read_body(request(json.dumps(given).encode()), kind)
+    assert refused.value.field.endswith(field)
+
+
+def test_refusals_that_are_sent_back_are_text() -> None:
+    refusal = {"type": "refusal", "refusal": "I cannot."}
+    for part in ("text", "output_text"):
+        said = {"role": "assistant", "content": [{"type": part, "text": "So."}, refusal]}
+        for body in (
+            ChatBody.model_validate({"messages": [said]}),
+            ResponsesBody.model_validate({"input": [said]}).chat,
+        ):
+            assert body.messages[0].plain == {"role": "assistant", "content": "So.\nI cannot."}
+    whole = {"role": "assistant", "content": None, "refusal": "I cannot."}  # as OpenAI's client has it
+    chat = ChatBody.model_validate({"messages": [whole, whole | {"content": "So."}, whole | {"refusal": None} | SAID]})
+    assert [message.plain["content"] for message in chat.messages] == ["I cannot.", "So.\nI cannot.", "So."]
+    with pytest.raises(ValidationError, match="those of an assistant"):
+        ChatBody.model_validate({"messages": [whole | {"role": "user"}]})
+
+
+SAID = {"content": "So."}
+FUNCTIONS = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize(("mode", "required"), [("auto", False), ("required", True)])
+def test_only_allowed_tools_can_be_called_and_all_are_told(mode: str, *, required: bool) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi."}], "tools": FUNCTIONS}
+    flat = [{"type": "function", "name": name} for name in ("f", "g", "h")]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": flat[::2]}
+    response = ResponsesBody.model_validate({"input": "Hi.", "tools": flat, "tool_choice": choice})
+    for body in (ChatBody.model_validate(chat | {"tool_choice": allowed(mode, "f", "h")}), response.chat):
+        assert body.calls_required is required
+        assert [tool.function.name for tool in body.callable_tools] == ["f", "h"]
+        assert [tool.function.name for tool in body.tools or ()] == ["f", "g", "h"]
+    for wrong in (allowed(mode, "f", "x"), allowed(mode), allowed("none", "f")):
+        with pytest.raises(ValidationError, match="tool_choice"):
+            ChatBody.model_validate(chat | {"tool_choice": wrong})
+    with pytest.raises(ValidationError, match="tool_choice"):
+        ChatBody.model_validate(chat | {"tools": None, "tool_choice": allowed(mode, "f")})
+
+
+def test_offers_of_server_tools_are_left_out() -> None:
+    """As Codex sends them. No other tool is left out, nor one that must be called."""
+    web = {"type": "web_search", "external_web_access": True, "search_context_size": "low"}
+    offers = [web, {"type": "image_generation", "output_format": "png"}, {"type": "web_search_preview"}]
+    function = {"type": "function", "name": "f"}
+    body = ResponsesBody.model_validate({"input": "Hi.", "tools": [offers[0], function, *offers[1:]]})
+    assert [tool.function.name for tool in body.chat.tools or ()] == ["f"]
+    assert ResponsesBody.model_validate({"input": "Hi.", "tools": offers, "tool_choice": "auto"}).chat.tools == []
+    choices = ("required", {"type": "web_search"}, {"type": "allowed_tools", "mode": "auto", "tools": [web]})
+    for choice in choices:
+        with pytest.raises(ValidationError, match="tool_choice"):
+            ResponsesBody.model_validate({"input": "Hi.", "tools": offers, "tool_choice": choice})
 
 
 def test_marks_of_other_servers_caches_and_thoughts_change_nothing() -> None:

@@ -66,14 +66,14 @@ async def replied(
     """Return the text and the offsets of each choice, which are the same whole and in chunks."""
     answered = [target.encode(each) if isinstance(each, str) else tuple(each) for each in body.prompts]
     answer = answer or target.encode(ANSWER)
-    sessions = [session(target, prompt, answer, body.stops) for prompt in answered for _ in range(body.choices)]
+    sessions = [session(target, prompt, answer, body.stop or ()) for prompt in answered for _ in range(body.choices)]
 
     @contextlib.asynccontextmanager
     async def answering() -> AsyncIterator[Sequence[Session]]:
         yield sessions
 
     def replies() -> CompletionReplies:
-        made = CompletionReplies(body, target, "toy")
+        made = CompletionReplies(body, target)
         made.prompts = prompts or {}
         return made
 
@@ -95,18 +95,18 @@ def test_the_drawn_token_is_among_the_likeliest_whatever_they_are(target: Target
     a, b, c = target.encode("abc")
     entry = TokenLogprobs(-5.0, (b, c), (-0.5, -1.5))
     tokens = [Token(a, TokenKind.PLAIN, "a", entry), Token(b, TokenKind.PLAIN, "b", entry)]
-    logprobs = CompletionReplies(body, target, "toy")._logprobs(tokens, 0)
+    logprobs = CompletionReplies(body, target)._logprobs(tokens, 0)
     assert logprobs is not None
     assert logprobs["top_logprobs"] == [{"a": -5.0, "b": -0.5, "c": -1.5}, {"b": -5.0, "c": -1.5}]
     doubled = replace(entry, top_ids=(c, b, b), top_logprobs=(-0.1, -0.5, -2.5))
-    told = CompletionReplies(body, target, "toy")._logprobs([Token(a, TokenKind.PLAIN, "a", doubled)], 0)
+    told = CompletionReplies(body, target)._logprobs([Token(a, TokenKind.PLAIN, "a", doubled)], 0)
     assert told is not None
     assert told["top_logprobs"] == [{"a": -5.0, "b": -0.5, "c": -0.1}]
 
 
-async def test_an_echo_is_the_prompt_as_it_was_sent(target: Target) -> None:
+async def test_an_echo_is_the_prompt_as_it_was_sent(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     body = CompletionBody.model_validate({"prompt": PROMPTS, "n": 2, "echo": True})
-    texts = [text for text, _ in await replied(target, body)]
+    texts = [text for text, _ in await replied(target, body, await prompts_of(target, body, monkeypatch))]
     assert texts == [prompt + ANSWER for prompt in PROMPTS for _ in range(2)]
 
 
@@ -115,9 +115,10 @@ async def test_without_echo_there_is_only_the_answer(target: Target) -> None:
     assert await replied(target, body) == [(ANSWER, [])] * len(PROMPTS)
 
 
-async def test_tokens_are_echoed_as_text(target: Target) -> None:
+async def test_tokens_are_echoed_as_text(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     body = CompletionBody.model_validate({"prompt": [list(target.encode(text)) for text in ("One", "é")], "echo": True})
-    assert [text for text, _ in await replied(target, body)] == ["One" + ANSWER, "é" + ANSWER]
+    prompts = await prompts_of(target, body, monkeypatch)
+    assert [text for text, _ in await replied(target, body, prompts)] == ["One" + ANSWER, "é" + ANSWER]
 
 
 async def prompts_of(target: Target, body: CompletionBody, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -244,7 +245,7 @@ async def test_a_long_prompt_with_log_probabilities_is_echoed_in_parts_between_w
     async def answering() -> AsyncIterator[Sequence[Session]]:
         yield [session(target, target.encode(text), target.encode(ANSWER)) for _ in range(2)]
 
-    replies = CompletionReplies(body, target, "toy")
+    replies = CompletionReplies(body, target)
     replies.prompts, seen, others = prompts, [], asyncio.create_task(write())
     async for chunk in replies.chunks(answering()):
         logprobs = chunk["choices"][0]["logprobs"]

@@ -315,6 +315,30 @@ def test_tokens_of_all_thoughts_of_gpt_oss_are_counted(whole: bool) -> None:
     assert output.thought == len("<ab") + len("<c"), "with the marks that begin them"
 
 
+@pytest.mark.parametrize("form", ALL)
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_calls_are_possible_to_allowed_tools_only(mode: str, form: str) -> None:
+    """The template is told of all of them, so that prompts of other choices have the same beginning."""
+    target, settings = target_of(tokens=False), CoordinatorSettings(tool_parser=ALL[form].name)
+    target.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
+    among = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}} for name in ("f", "h")]}
+    choice = {"type": "allowed_tools", "allowed_tools": among}
+    request, manner = chat_input(chat(tools=tools, tool_choice=choice), target, settings)
+    plain, _ = chat_input(chat(tools=tools), target, settings)
+    assert request.chat == plain.chat
+    grammar = target.grammars.compile(request.params)
+    possible = {}
+    for name in "fgh":
+        tokens = list(target.encode(manner.dialect.write(name, {})))
+        possible[name] = grammar.count_allowed(tokens) == len(tokens)
+    assert possible == {"f": True, "g": False, "h": True}
+    said = list(target.encode("Sunny."))
+    assert (grammar.count_allowed(said) == len(said)) is (mode == "auto")
+    two = list(target.encode(manner.dialect.write_all([{"name": "f", "arguments": {}}] * 2)))
+    assert grammar.count_allowed(two) == len(two)
+
+
 def test_a_long_answer_is_parsed_at_once_after_its_reasoning() -> None:
     """Token by token, the parser would look at all blanks before a call again and again."""
     target, manner = target_with(special=True), Manner(HERMES, True, thinks=True)
