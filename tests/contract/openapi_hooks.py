@@ -31,7 +31,7 @@ RULES = re.compile(
             r"arguments must be|parameters must be|tool_call_id is required|content is required",
             r"required with type|response_format|structured_outputs|verification is",
             r"must be 0 when verification is greedy|must be 0 or at least|must be a token id in|chat template",
-            r"min_tokens is|is no tokens|nothing is stored|speculation.show needs|text.format",
+            r"min_tokens is|is no tokens|nothing is stored|speculation.show and return_token_ids need|text.format",
             r"content of role|output_config.format",
             r"max_tokens is 0, must be in \[1",  # 0 needs echo
             r"answers, must be at most \d+ a request",  # as the operator has it

@@ -139,7 +139,6 @@ class ResponsesBody(GenerationBody):
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: chats.TemplateVariables | None = None
     n: Literal[1] | None = None
-    return_token_ids: Literal[False] | None = False
     response_format: None = Field(None, description="Its name is text.format here.")
     metadata: dict[str, Any] | None = Field(None, description="The answer has it, too.")
     store: _False = None
@@ -153,8 +152,8 @@ class ResponsesBody(GenerationBody):
 
     @model_validator(mode="after")
     def _whole(self) -> ResponsesBody:
-        if self.speculation is not None and self.speculation.show:
-            raise ValueError("speculation.show needs a chat or a completion")
+        if self.return_token_ids or (self.speculation is not None and self.speculation.show):
+            raise ValueError("speculation.show and return_token_ids need a chat or a completion")
         _ = self.chat
         json.dumps([self.metadata, self.model_dump(include={"text", "tools"})], allow_nan=False)  # the reply has them
         return self

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from coordinator.api.http.agents import bodies as chats
-from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, ResponseFormat, StopText, Unkept
+from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, MarkedBody, ResponseFormat, StopText, Unkept
 from outrider.protocol.field_limits import LONGEST, MOST, OTHER
 
 _SWITCHES = ("enable_thinking", "thinking", "reasoning")  # by which chat templates turn thinking on or off
@@ -19,18 +19,18 @@ _LABEL = "x-anthropic-billing-header:"  # of Claude Code, before its instruction
 ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 
 
-class ThinkingBlock(Body):
+class ThinkingBlock(MarkedBody):
     type: Literal["thinking"]
     thinking: str = Field(description="For templates that show it.")
     signature: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
 
 
-class RedactedBlock(Body):
+class RedactedBlock(MarkedBody):
     type: Literal["redacted_thinking"]
     data: Annotated[str, Unkept] = Field(description="Ignored: the target is told nothing of it.")
 
 
-class CallBlock(Body):
+class CallBlock(MarkedBody):
     type: Literal["tool_use"]
     id: str = Field(max_length=OTHER)
     name: ToolName
@@ -43,7 +43,7 @@ class CallBlock(Body):
         return chats.ToolCall.model_construct(id=self.id, type="function", function=function)
 
 
-class ResultBlock(Body):
+class ResultBlock(MarkedBody):
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=OTHER)
     content: str | Annotated[list[chats.TextPart], Field(max_length=chats.MAX_PARTS, fail_fast=True)] | None = None
@@ -80,7 +80,7 @@ Block = Annotated[
 ]
 
 
-class Turn(Body):
+class Turn(MarkedBody):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(min_length=1, max_length=chats.MAX_PARTS, fail_fast=True)]
 
@@ -149,6 +149,7 @@ class ContextEdits(Body):
 class CountTokensBody(Body):
     """`POST /v1/messages/count_tokens`."""
 
+    passes: ClassVar[dict[str, Any]] = {"cache_control": ...}
     model: str | None = Field(None, max_length=LONGEST["model"], description="Of /v1/models; absent: the default one.")
     messages: Annotated[list[Turn], Field(min_length=1, max_length=chats.MAX_MESSAGES, fail_fast=True)]
     system: str | Annotated[list[chats.TextPart], Field(max_length=chats.MAX_PARTS, fail_fast=True)] | None = None
@@ -187,6 +188,7 @@ class CountTokensBody(Body):
 class MessagesBody(CountTokensBody, GenerationBody):
     """`POST /v1/messages`."""
 
+    passes: ClassVar[dict[str, Any]] = CountTokensBody.passes | GenerationBody.passes
     max_tokens: int = Field(ge=1, lt=2**31)
     stop: Annotated[list[StopText], Field(max_length=MOST["stop"], fail_fast=True)] | None = Field(
         None, alias="stop_sequences"
@@ -197,8 +199,8 @@ class MessagesBody(CountTokensBody, GenerationBody):
 
     @model_validator(mode="after")
     def _shown(self) -> MessagesBody:
-        if self.speculation is not None and self.speculation.show:
-            raise ValueError("speculation.show needs a chat or a completion")
+        if self.return_token_ids or (self.speculation is not None and self.speculation.show):
+            raise ValueError("speculation.show and return_token_ids need a chat or a completion")
         return self
 
 
