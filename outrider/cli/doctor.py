@@ -24,8 +24,7 @@ from outrider.cli import options
 from outrider.client.sync import DEFAULT_ENDPOINT, Client
 from outrider.models.hub import DEFAULT, default_path, locate
 from outrider.protocol.errors import OutriderError, StartupError, Unauthenticated
-from outrider.runtime.embedded_redis import embedded_redis
-from outrider.runtime.redis_check import check_redis
+from outrider.runtime.embedded_redis import check_redis, embedded_redis
 
 _GIB = 1024**3
 _NEEDED = 2 * _GIB

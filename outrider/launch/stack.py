@@ -26,8 +26,7 @@ from outrider.launch.state import StateFolder, state_folder
 from outrider.launch.targets import TargetPlan, worker_settings
 from outrider.protocol.errors import Expired, PeerLost, StartupError, Unavailable
 from outrider.protocol.fleet import Role, WorkerInfo
-from outrider.runtime.embedded_redis import embedded_redis
-from outrider.runtime.redis_check import check_redis
+from outrider.runtime.embedded_redis import check_redis, embedded_redis
 from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
 from outrider.security.tls import Tls, certified_names
