@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.fleet_keys import FleetKeys
@@ -11,7 +12,7 @@ from coordinator.workers.worker_connection import WorkerConnection
 from outrider.base.aio import Call, background, first_message
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest, ModelMismatch, Unavailable
-from outrider.protocol.fleet import WorkerInfo
+from outrider.protocol.fleet import ModelInfo, WorkerInfo
 from outrider.protocol.vocabulary import Vocabulary, check_same_vocabulary
 from outrider.security.api_keys import HEADER
 from outrider.settings.coordinator import CoordinatorSettings
@@ -40,15 +41,17 @@ class RegistryService(rpc.RegistryServicer):
         """Register a worker while its stream lasts; only the first message sets identity, role, address and model."""
         info = _worker(await first_message(requests, self._settings.open_timeout_s, "worker"))
         self._fleet.check(info.role, dict(context.invocation_metadata() or ()).get(HEADER))
-        if (other := self._worker_pool.compatibility.other_vocabulary(info)) is not None:
+        told = info.model
+        if others := self._worker_pool.compatibility.other_vocabularies(info):
             yield pb.RegisterReply(send_vocabulary=True)
-            await _compare_vocabulary(other, requests)
+            continued = await _continued_vocabulary(others, requests)
+            info = replace(info, model=replace(told, vocabulary_digest=continued.digest))
         self._refuse_when_stopping()
         self._delivery.check(info)
         connection = await self._registrations.admit(info)
         try:
             yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
-            async with background(self._receive_reports(requests, connection), self._stopping.wait()) as tasks:
+            async with background(self._receive_reports(requests, connection, told), self._stopping.wait()) as tasks:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
@@ -62,10 +65,14 @@ class RegistryService(rpc.RegistryServicer):
                 # Shielded from cancellation: a worker that stays in Redis would be added again.
                 await asyncio.shield(self._registrations.remove(info.worker_id))
 
-    async def _receive_reports(self, requests: AsyncIterator[pb.RegisterRequest], connection: WorkerConnection) -> None:
+    async def _receive_reports(
+        self, requests: AsyncIterator[pb.RegisterRequest], connection: WorkerConnection, told: ModelInfo
+    ) -> None:
         async for request in requests:
             self._delivery.check(connection.info)
-            await self._registrations.update(_worker(request), connection)
+            if (report := _worker(request)).model == told:
+                report = replace(report, model=connection.info.model)
+            await self._registrations.update(report, connection)
             await asyncio.sleep(0.05)  # so that a flood of reports holds up its sender only
 
     def _refuse_when_stopping(self) -> None:
@@ -73,9 +80,14 @@ class RegistryService(rpc.RegistryServicer):
             raise Unavailable("this coordinator is shutting down; register with another", retry_after_ms=500)
 
 
-async def _compare_vocabulary(target: Vocabulary, requests: AsyncIterator[pb.RegisterRequest]) -> None:
-    """Compare a drafter's vocabulary with the target's; it is read to its end, else an error would not arrive."""
-    difference: ModelMismatch | None = None
+async def _continued_vocabulary(
+    targets: Sequence[Vocabulary], requests: AsyncIterator[pb.RegisterRequest]
+) -> Vocabulary:
+    """Return the first target's that has all tokens of a drafter's; it is read to its end, else no error would arrive.
+
+    A drafter may lack the last tokens, as those that were added for chats.
+    """
+    left, difference = [*targets], ModelMismatch("")
     async for request in requests:
         await asyncio.sleep(0.05)  # as for reports
         if request.WhichOneof("message") != "vocabulary":
@@ -83,16 +95,19 @@ async def _compare_vocabulary(target: Vocabulary, requests: AsyncIterator[pb.Reg
         part = request.vocabulary
         try:
             tokens = [token.decode("utf-8", "surrogatepass") for token in part.tokens]
-            if difference is None:
-                check_same_vocabulary(target, part.first_id, tokens, last=part.last)
         except UnicodeDecodeError as error:
             raise InvalidRequest.of("vocabulary.tokens", repr(error.object), "UTF-8") from error
-        except ModelMismatch as error:
-            difference = error
+        for target in [*left]:
+            try:
+                check_same_vocabulary(target, part.first_id, tokens, last=not (part.first_id or tokens))
+            except ModelMismatch as error:
+                left.remove(target)
+                difference = error  # in the end, of a target that agrees longest
         if part.last:
             break
-    if difference is not None:
+    if not left:
         raise difference
+    return left[0]
 
 
 def _worker(request: pb.RegisterRequest) -> WorkerInfo:

@@ -52,11 +52,11 @@ class Compatibility:
         self._targets.check_room(self._verifiers)
         return True
 
-    def other_vocabulary(self, info: WorkerInfo) -> Vocabulary | None:
-        """Return a vocabulary of the targets to compare a drafter's with, if none of them has the drafter's."""
-        first, model = self._targets.first, info.model
+    def other_vocabularies(self, info: WorkerInfo) -> list[Vocabulary]:
+        """Return the vocabularies of the targets to compare a drafter's with, if none of them has the drafter's."""
+        model = info.model
         alone = not model.vocabulary_digest or any(shares_vocabulary(model, known.info) for known in self._targets)
-        return None if first is None or alone or info.role is Role.VERIFIER else first.vocabulary
+        return [] if alone or info.role is Role.VERIFIER else [known.vocabulary for known in self._targets]
 
     def identity(self, model: ModelInfo) -> str:
         """Return what the verifiers of one target have in common."""

@@ -50,7 +50,7 @@ class Registrations:
     async def admit(self, info: WorkerInfo) -> WorkerConnection:
         """Add a worker that reports to this coordinator and count its stream; raise ModelMismatch if it does not fit.
 
-        The caller compares the vocabulary of a drafter first: see `Compatibility.other_vocabulary`.
+        The caller compares the vocabulary of a drafter first: see `Compatibility.other_vocabularies`.
         """
         connection = await self._add(info)
         connection.registrations += 1  # before anything is awaited: without one, it is forgotten when Redis is slow

@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 from coordinator.workers.chat_template import Chat, control_tokens, cut_control
 from coordinator.workers.grammar_trial import GrammarTrial
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 FETCH_TIMEOUT_S = 60.0
 MAX_TOKENIZER_BYTES = 128 * 1024 * 1024  # the largest known are around 40 MB
 _CHUNK_COST = 1024  # counted per chunk, so that empty chunks are limited too
-VOCABULARIES: WeakValueDictionary[str, Vocabulary] = WeakValueDictionary()  # of the targets, by digest
 _READING = ThreadPoolExecutor(2, "tokenizers")  # requests have others, which no verifier's tokenizers hold up
 _FIELD = {"type": "object", "properties": {"word": {"type": "string"}}}
 _TOOL = {"type": "function", "function": {"name": "note", "description": "Note a word.", "parameters": _FIELD}}
@@ -170,24 +168,11 @@ async def fetch_target(info: ModelInfo, identity: str, verifier: rpc.VerifierAsy
                 raise InvalidRequest.of("tokenizer files", "larger", f"at most {MAX_TOKENIZER_BYTES} bytes together")
             write_file(folder, chunk.name, chunk.data)
         try:
-            tokenizer, read = await asyncio.get_running_loop().run_in_executor(_READING, _read, folder)
+            tokenizer = await asyncio.get_running_loop().run_in_executor(_READING, load_tokenizer, folder)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # untrusted files: anything, and panics are no Exception
             raise InvalidRequest(f"the verifier's tokenizer cannot be read: {shorten(str(error))}") from error
     definition = partial(tokenizer_json, tokenizer)
     grammars = GrammarCompiler(definition, info.eos_token_ids, GrammarTrial(definition, info.eos_token_ids))
-    return Target(info, tokenizer, VOCABULARIES.setdefault(read.digest, read), grammars, identity)
-
-
-def _read(folder: Path) -> tuple[PreTrainedTokenizerBase, Vocabulary]:
-    tokenizer = load_tokenizer(folder)
-    vocabulary = Vocabulary.of(tokenizer)
-    _ = vocabulary.beginnings  # here: it takes 0.2 s of 150,000 tokens
-    return tokenizer, vocabulary
-
-
-def continues(digest: str, other: str) -> bool:
-    """Return whether the vocabulary of a target has every token of another one, by the same id."""
-    known = VOCABULARIES.get(digest)
-    return digest == other or (known is not None and other in known.beginnings)
+    return Target(info, tokenizer, Vocabulary.of(tokenizer), grammars, identity)

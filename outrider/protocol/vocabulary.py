@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -35,21 +34,11 @@ class Vocabulary:
 
     @cached_property
     def digest(self) -> str:
-        return deque(self._digests(), 1).pop()
-
-    @cached_property
-    def beginnings(self) -> frozenset[str]:
-        """Return the digests of the vocabularies that this one continues: they have the same tokens by the same ids."""
-        return frozenset(self._digests())
-
-    def _digests(self) -> Iterator[str]:
-        """Yield the digest of no tokens, of the first one, of the first two, and so on."""
         digest = hashlib.sha256()
-        yield digest.hexdigest()[:32]
         for token in self.tokens:
             data = token.encode("utf-8", "surrogatepass")
             digest.update(len(data).to_bytes(4, "little") + data)
-            yield digest.hexdigest()[:32]
+        return digest.hexdigest()[:32]
 
 
 def check_same_vocabulary(target: Vocabulary, first_id: int, drafter_tokens: Iterable[str], *, last: bool) -> None:

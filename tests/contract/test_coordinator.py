@@ -447,23 +447,23 @@ def tokens_of(vocabulary: Vocabulary) -> list[bytes]:
     return [token.encode("utf-8", "surrogatepass") for token in vocabulary.tokens]
 
 
-@pytest.mark.parametrize("difference", ["changed", "missing", "more"])
+@pytest.mark.parametrize("difference", ["changed", "all missing", "more"])
 async def test_other_vocabulary_is_refused_naming_the_first_difference(
     house: House, loaded: LoadedModel, difference: str
 ) -> None:
     theirs = tokens_of(loaded.vocabulary)
     if difference == "changed":
         theirs[5], theirs[90] = b"five", b"ninety"
-    elif difference == "missing":
-        theirs.pop()
+    elif difference == "all missing":
+        theirs.clear()
     else:
         theirs.append(b"more")
-    first = {"changed": 5, "missing": 256, "more": 257}[difference]
+    first = {"changed": 5, "all missing": 0, "more": 257}[difference]
     async with registering(house) as call:
         request = worker(pb.ROLE_DRAFTER, common.ModelInfo(name="stranger", vocabulary_digest="another"))
         await call.write(request)
         assert (await call.read()).send_vocabulary
-        split = 0 if difference == "changed" else 100  # refused at once: nothing more may be on its way
+        split = 100 if difference == "more" else 0  # refused at once: nothing more may be on its way
         if split:
             await call.write(pb.RegisterRequest(vocabulary=pb.Vocabulary(tokens=theirs[:split])))
         await call.write(pb.RegisterRequest(vocabulary=pb.Vocabulary(first_id=split, tokens=theirs[split:], last=True)))
@@ -473,6 +473,32 @@ async def test_other_vocabulary_is_refused_naming_the_first_difference(
     assert f"token id {first}" in error.message
     assert typed.value != typed.limit
     assert request.worker.worker_id not in await known(house)
+
+
+async def test_a_vocabulary_that_lacks_the_last_tokens_counts_as_the_targets(house: House, loaded: LoadedModel) -> None:
+    """As that of a base model, which lacks what was added for chats. Other coordinators learn it from the record."""
+    theirs, digest = tokens_of(loaded.vocabulary)[:-1], loaded.vocabulary.digest
+    async with registering(house) as call:
+        request = worker(pb.ROLE_DRAFTER, common.ModelInfo(name="base", vocabulary_digest="another"))
+        await call.write(request)
+        assert (await call.read()).send_vocabulary
+        await call.write(pb.RegisterRequest(vocabulary=pb.Vocabulary(tokens=theirs[:100])))
+        await call.write(pb.RegisterRequest(vocabulary=pb.Vocabulary(first_id=100, tokens=theirs[100:], last=True)))
+        assert (await call.read()).accepted
+        request.worker.load.sessions = 3
+        await call.write(request)
+
+        def reported() -> bool:
+            known = house.service.sessions.worker_pool.workers.get(request.worker.worker_id)
+            return known is not None and known.info.load.sessions == 3 and known.info.model.vocabulary_digest == digest
+
+        assert await soon(reported, 5), "its reports go on"
+        recorded = {each.worker_id: each for each in await house.service.sessions.store.workers(60)}
+        assert recorded[request.worker.worker_id].model.vocabulary_digest == digest
+        request.worker.model.vocabulary_digest = "a third one"
+        await call.write(request)
+        code, _, typed = await failure(call)
+        assert (code, typed.field) == (grpc.StatusCode.INVALID_ARGUMENT, "worker")
 
 
 async def test_drafter_learns_the_first_difference_of_a_large_vocabulary(

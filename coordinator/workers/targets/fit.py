@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coordinator.workers.target import Target, continues
+from coordinator.workers.target import Target
 from outrider.protocol.errors import ModelMismatch
 from outrider.protocol.fleet import ModelInfo, WorkerInfo
 
@@ -16,7 +16,7 @@ def fits(drafter: ModelInfo, target: ModelInfo) -> bool:
 
 def shares_vocabulary(drafter: ModelInfo, target: ModelInfo) -> bool:
     own, size = drafter.vocabulary_digest, drafter.vocab_size
-    return continues(target.vocabulary_digest, own) if own else size in (0, target.vocab_size or size)
+    return own == target.vocabulary_digest if own else size in (0, target.vocab_size or size)
 
 
 def check_drafter(drafter: ModelInfo, targets: Iterable[Target]) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.workers.target import VOCABULARIES, Target
+from coordinator.workers.target import Target
 from coordinator.workers.targets.fit import check_drafter, fits
 from outrider.protocol.errors import ModelMismatch
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.vocabulary import Vocabulary
 
 NOTHING: Any = None
 SMALL = ModelInfo("small", "s", vocabulary_digest="words", weights_digest="ws")
@@ -66,15 +65,3 @@ def test_one_that_fits_no_target_is_told_why() -> None:
     assert (refused.value.field, refused.value.value, refused.value.limit) == ("model.target_digest", "wl", "ws")
     with pytest.raises(ModelMismatch, match="another target than small, large: its"):
         check_drafter(drafter("words", "wo"), TARGETS)
-
-
-def test_a_drafter_may_lack_the_last_tokens_of_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those that were added for chats. It guesses what it knows."""
-    vocabulary = Vocabulary(("a", "b", "c", "<|user|>"))
-    monkeypatch.setitem(VOCABULARIES, vocabulary.digest, vocabulary)
-    target = replace(SMALL, vocabulary_digest=vocabulary.digest, vocab_size=4)
-    for tokens, fitting in ((("a", "b", "c"), True), (("a", "b", "x"), False), ((*vocabulary.tokens, "d"), False)):
-        given = drafter(Vocabulary(tokens).digest)
-        assert fits(given, target) is fitting
-        assert not fits(given, LARGE), "of which nothing is known but its digest"
-    assert not fits(drafter(Vocabulary(("a",)).digest, "wl"), target), "it was trained for another"
