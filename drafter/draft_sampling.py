@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn.functional import pad
 
 from drafter.interface import DraftRequest
 from drafter.tree_builder import Choice, TreeBuilder
@@ -29,7 +28,7 @@ def adjust_logits(
         columns = max(request.vocab_size, int(ids[-1]) + 1)
         logits = logits.new_full((len(logits), columns), float("-inf")).index_copy_(1, ids, logits)
     if (unknown := request.vocab_size - logits.shape[-1]) > 0:  # the target's vocabulary has more
-        logits = pad(logits, (0, unknown), value=float("-inf"))
+        logits = torch.nn.functional.pad(logits, (0, unknown), value=float("-inf"))
     logits = logits[:, : request.vocab_size]
     if params.penalised:
         history = History(tokens, request.prompt_length, logits.shape[-1], logits.device)

@@ -19,6 +19,8 @@ from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 
+_Requests = AsyncIterator[pb.RegisterRequest]
+
 
 class RegistryService(rpc.RegistryServicer):
     """Service that workers report to."""
@@ -35,16 +37,14 @@ class RegistryService(rpc.RegistryServicer):
         """End all streams and refuse new ones, so that workers register with another coordinator."""
         self._stopping.set()
 
-    async def Register(
-        self, requests: AsyncIterator[pb.RegisterRequest], context: Call
-    ) -> AsyncIterator[pb.RegisterReply]:
+    async def Register(self, requests: _Requests, context: Call) -> AsyncIterator[pb.RegisterReply]:
         """Register a worker while its stream lasts; only the first message sets identity, role, address and model."""
         info = _worker(await first_message(requests, self._settings.open_timeout_s, "worker"))
         self._fleet.check(info.role, dict(context.invocation_metadata() or ()).get(HEADER))
         told = info.model
         if others := self._worker_pool.compatibility.other_vocabularies(info):
             yield pb.RegisterReply(send_vocabulary=True)
-            continued = await _continued_vocabulary(others, requests)
+            continued = await _continued(others, requests)  # the drafter may lack tokens that were added for chats
             info = replace(info, model=replace(told, vocabulary_digest=continued.digest))
         self._refuse_when_stopping()
         self._delivery.check(info)
@@ -65,9 +65,7 @@ class RegistryService(rpc.RegistryServicer):
                 # Shielded from cancellation: a worker that stays in Redis would be added again.
                 await asyncio.shield(self._registrations.remove(info.worker_id))
 
-    async def _receive_reports(
-        self, requests: AsyncIterator[pb.RegisterRequest], connection: WorkerConnection, told: ModelInfo
-    ) -> None:
+    async def _receive_reports(self, requests: _Requests, connection: WorkerConnection, told: ModelInfo) -> None:
         async for request in requests:
             self._delivery.check(connection.info)
             if (report := _worker(request)).model == told:
@@ -80,13 +78,8 @@ class RegistryService(rpc.RegistryServicer):
             raise Unavailable("this coordinator is shutting down; register with another", retry_after_ms=500)
 
 
-async def _continued_vocabulary(
-    targets: Sequence[Vocabulary], requests: AsyncIterator[pb.RegisterRequest]
-) -> Vocabulary:
-    """Return the first target's that has all tokens of a drafter's; it is read to its end, else no error would arrive.
-
-    A drafter may lack the last tokens, as those that were added for chats.
-    """
+async def _continued(targets: Sequence[Vocabulary], requests: _Requests) -> Vocabulary:
+    """Return the first that begins as a drafter's, which is read to its end, else an error would not arrive."""
     left, difference = [*targets], ModelMismatch("")
     async for request in requests:
         await asyncio.sleep(0.05)  # as for reports

@@ -50,11 +50,10 @@ if (held == nil and not absent(KEYS[1])) or not text_or_none(KEYS[2]) or not tex
   held = nil
 end
 local epoch = tonumber(ARGV[1])
-local ours = redis.call('HGET', KEYS[1], 'owner') == ARGV[2]
-local cancelled = redis.call('HGET', KEYS[1], 'finish') == '{CANCELLED}'
-local late = cancelled and ours and held == epoch + 1  -- its client may have more than was written before
-if held and not late and (held > epoch or not ours and held == epoch) then
-  return cancelled and 'CANCELLED' or 'FENCED'
+local owner, finish = unpack(redis.call('HMGET', KEYS[1], 'owner', 'finish'))
+local late = finish == '{CANCELLED}' and owner == ARGV[2] and held == epoch + 1  -- its client may have more tokens
+if held and not late and (held > epoch or held == epoch and owner ~= ARGV[2]) then
+  return finish == '{CANCELLED}' and 'CANCELLED' or 'FENCED'
 end
 if (held == nil or held < epoch) and ARGV[3] == '' then return 'MISSING' end
 if held ~= epoch and not late then redis.call('DEL', KEYS[1], KEYS[2], KEYS[3]) end  -- evicted, or an older state

@@ -113,10 +113,8 @@ class Store:
         return None if reply < 0 else bool(reply)
 
     async def reserve(self, key: str, value: str) -> tuple[str, float] | None:
-        """Store an idempotency key's value if it has none; return what it had, for so many s, or raise Unreadable.
-
-        The digest of the request as sent, if the value has it, is kept apart: older versions compare all after the id.
-        """
+        """Store an idempotency key's value if it has none; return what it had, for so many s, or raise Unreadable."""
+        # The second digest, of what was sent, is kept apart: older versions compare all after the id.
         name, (session_id, digest, *sent) = f"{_PREFIX}:idempotency:{key}", value.split(" ")
         with self.connection.validating("idempotency"):
             async with self.connection.calling():
@@ -126,10 +124,8 @@ class Store:
                     await self._redis.set(f"{name}:sent", " ".join([session_id, *sent]), ex=self._ttl_s)
                     return None
                 first = cast(bytes, await self._redis.getrange(f"{name}:sent", 0, lua_scripts.MAX_FIELD_BYTES))
-            known, (known_id, *others) = (
-                stored_records.read_reserved(reserved),
-                first.decode(errors="replace").split(" "),
-            )
+            known = stored_records.read_reserved(reserved)
+            known_id, *others = first.decode(errors="replace").split(" ")
             same = known.startswith(f"{known_id} ")  # else an older version has begun again with the key
             return " ".join([known, *others * same]), left_ms / 1000
 

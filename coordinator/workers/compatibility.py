@@ -54,8 +54,7 @@ class Compatibility:
 
     def other_vocabularies(self, info: WorkerInfo) -> list[Vocabulary]:
         """Return the vocabularies of the targets to compare a drafter's with, if none of them has the drafter's."""
-        model = info.model
-        alone = not model.vocabulary_digest or any(shares_vocabulary(model, known.info) for known in self._targets)
+        alone = not info.model.vocabulary_digest or any(shares_vocabulary(info.model, it.info) for it in self._targets)
         return [] if alone or info.role is Role.VERIFIER else [known.vocabulary for known in self._targets]
 
     def identity(self, model: ModelInfo) -> str:

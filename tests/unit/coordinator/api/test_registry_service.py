@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from coordinator.api.registry_service import _continued_vocabulary
+from coordinator.api.registry_service import _continued
 from outrider.protocol.errors import ModelMismatch
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.v1 import coordinator_pb2 as pb
@@ -27,7 +27,7 @@ async def shown(tokens: Sequence[str], at: int) -> AsyncIterator[pb.RegisterRequ
     ("tokens", "at", "target"), [("xyz", 1, CHATS), ("xy", 2, CHATS), ("abc", 2, WORDS), ("a", 1, WORDS)]
 )
 async def test_a_drafter_continues_to_the_target_that_has_its_tokens(tokens: str, at: int, target: Vocabulary) -> None:
-    assert await _continued_vocabulary(TARGETS, shown(tokens, at)) is target
+    assert await _continued(TARGETS, shown(tokens, at)) is target
 
 
 @pytest.mark.parametrize(
@@ -37,5 +37,5 @@ async def test_one_that_continues_to_none_is_told_where_it_differs_from_the_near
     tokens: str, at: int, first: int
 ) -> None:
     with pytest.raises(ModelMismatch) as refused:
-        await _continued_vocabulary(TARGETS, shown(tokens, at))
+        await _continued(TARGETS, shown(tokens, at))
     assert refused.value.field == f"vocabulary[{first}]"
