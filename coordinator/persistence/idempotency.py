@@ -37,7 +37,10 @@ class IdempotencyKeys:
         return until > time.monotonic() or value.partition(" ")[0] in self._running
 
     async def reserve(self, key: str, session_id: str, request: SessionRequest) -> str:
-        """Return a key's session: `session_id`, or that of a request before that was sent or is read as this one."""
+        """Return the id of the session that a key stands for: `session_id`, or the one it was used for before.
+
+        A request is the same if it was sent equally, or if all that a coordinator made of it is equal.
+        """
         seed = None if request.drawn_seed else request.params.seed
         same = replace(request, params=replace(request.params, seed=seed))  # without one that a coordinator drew
         digests = [digest_of(same.to_json().encode()), *filter(None, [request.sent])]
