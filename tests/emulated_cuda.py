@@ -23,7 +23,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from outrider.engine.cuda import decoder
 from outrider.engine.cuda.step_inputs import StepInputs
@@ -135,6 +134,16 @@ class EmulatedDevice:
             self.__dict__.update(before)
 
 
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_of(each)
+    elif isinstance(value, dict):
+        yield from _tensors_of([*value.values()])
+
+
 class _Operations(TorchDispatchMode):
     """Checks and counts the operations on tensors of the device."""
 
@@ -145,7 +154,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device, name = self._device, func.overloadpacket.__name__
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [*_tensors_of(args), *_tensors_of(kwargs)]
         if device.moving or not (device.making or any(map(device.holds, tensors))):
             return func(*args, **kwargs)
         if func._can_decompose() and name not in _FUSED:
@@ -157,9 +166,9 @@ class _Operations(TorchDispatchMode):
         out = func(*args, **kwargs)
         if name == "_local_scalar_dense":
             return out
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and not (name == "copy_" and not device.holds(args[0])):
-                device.place(leaf)
+        if name != "copy_" or device.holds(args[0]):
+            for made in _tensors_of(out):
+                device.place(made)
         if not func.is_view and name not in _NO_KERNEL:
             device.counts.launches[name] += 1
             if device.captured is not None:
@@ -287,6 +296,13 @@ class _Functions(TorchFunctionMode):
         return self._numpy(tensor).__array__(*args, **options)
 
 
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Let the CPU compute what the device does by itself: no operation inside is a launch."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
+
+
 class _Event:
     """An event: waiting for it costs nothing once the host has waited for what came after it."""
 
@@ -322,11 +338,11 @@ class _Graph:
 
     def replay(self) -> None:
         self._device.counts.replays += 1
-        with torch._C.DisableTorchFunction(), self._device.doing(moving=True):
+        with _unwatched():
             for func, args, kwargs, out in self.operations:
                 again = func(*args, **kwargs)
-                for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                for old, new in zip(_tensors_of(out), _tensors_of(again), strict=True):
+                    if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
 
@@ -357,12 +373,12 @@ class _Kernels:
         self._launch(attend_in_torch, launches, (queries, cache, inputs, *more))
 
     def _launch(self, kernel: Callable[..., None], launches: int, arguments: Sequence[Any]) -> None:
-        if not all(self._device.holds(each) for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)):
+        if not all(map(self._device.holds, _tensors_of(arguments))):
             raise DeviceMismatch("a kernel got tensors of the host")
         self._device.counts.launches[kernel.__name__] += launches
         if self._device.captured is not None:
             self._device.captured.append((kernel, arguments, {}, None))
-        with self._device.doing(moving=True), torch._C.DisableTorchFunction():
+        with _unwatched():
             kernel(*arguments)
 
 
