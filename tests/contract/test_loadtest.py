@@ -86,10 +86,10 @@ def test_the_shares_are_kept(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A fleet that takes few sessions and sends others away."""
+    """A fleet that takes few sessions and sends others away. Its steps wait, so that the test's cost is not its length."""
     fleet = Cluster(tmp_path_factory.mktemp("narrow"))
     fleet.add_coordinator("--max-sessions", "4")  # room for two users whose last sessions are just ending
-    fleet.add_verifier(models.target)
+    fleet.add_verifier(models.target, "--pace", "1:20,64:20")
     fleet.start()
     yield fleet
     fleet.stop()
