@@ -54,6 +54,8 @@ POLL_S = 0.05
 # Flags of a verifier whose steps are so slow that a drafter joins each session in time, also while other tests use the
 # cores. A toy model alone ends 100 tokens in 40 ms.
 SLOW = ("--pace", "1:5,64:5")
+# For streams that processes end in the middle: they last as long with fewer tokens, each of which costs CPU time.
+SLOWER = ("--pace", "1:20,64:20")
 _READY = re.compile(r"progress: ready at (\S+)")
 _LOG_TAIL = 4_000
 

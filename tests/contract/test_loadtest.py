@@ -19,7 +19,7 @@ from loadtest.report.summary import Summary
 from outrider.security.channels import Channels
 from outrider.security.tls import Tls
 from tests.certificates import Authority
-from tests.cluster import ROOT, Cluster, environment, free_port, speculation_counters, until
+from tests.cluster import ROOT, SLOWER, Cluster, environment, free_port, speculation_counters, until
 from tests.conftest import Models
 
 pytestmark = pytest.mark.timeout(240)
@@ -86,10 +86,10 @@ def test_the_shares_are_kept(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A fleet that takes few sessions and sends others away. Its steps wait, so that the test's cost is not its length."""
+    """A fleet that takes few sessions and sends others away. It waits in its steps, so its requests cost little."""
     fleet = Cluster(tmp_path_factory.mktemp("narrow"))
     fleet.add_coordinator("--max-sessions", "4")  # room for two users whose last sessions are just ending
-    fleet.add_verifier(models.target, "--pace", "1:20,64:20")
+    fleet.add_verifier(models.target, *SLOWER)
     fleet.start()
     yield fleet
     fleet.stop()

@@ -18,15 +18,15 @@ from outrider.client.sync import Client, Finished, Reply, Started, Tokens
 from outrider.protocol.errors import Expired, InvalidRequest, NotFound, PeerLost
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import FinishReason
-from tests.cluster import ROOT, SLOW, Cluster, environment, free_port, server_info, until_async
+from tests.cluster import ROOT, SLOWER, Cluster, environment, free_port, server_info, until_async
 from tests.conftest import Models
 
 pytestmark = pytest.mark.timeout(180)
 
 STREAMS = 4  # an even number: see outrider.client.resume.EndpointRotation
 MIDDLE = 20
-LENGTH = 600
-FREED_S = 2.0  # a plain answer goes on for 3 s, see SLOW
+LENGTH = 240
+FREED_S = 2.0  # a plain answer goes on for 3 s, see SLOWER
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def fleet(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     fleet = Cluster(tmp_path_factory.mktemp("clients"))
     for _ in range(2):
         fleet.add_coordinator()
-    fleet.add_verifier(models.target, *SLOW)  # a stream lasts longer than a process pauses on a busy machine
+    fleet.add_verifier(models.target, *SLOWER)  # a stream lasts longer than a process pauses on a busy machine
     fleet.add_drafter("model", models.draft)
     fleet.start()
     yield fleet

@@ -21,7 +21,7 @@ from outrider.testing.link_emulator import EmulatedLink
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import (
-    SLOW,
+    SLOWER,
     Cluster,
     Output,
     ask,
@@ -41,10 +41,10 @@ from tests.conftest import Models
 pytestmark = pytest.mark.timeout(180)
 
 STREAMS = 10
-MAX_TOKENS = 600
+MAX_TOKENS = 240
 MIDDLE = 6  # tokens that every stream has when disaster strikes: on a busy machine the fastest is then far ahead
 FREED_S = 2.0
-ENDLESS = 1500  # they last for more than 3.7 s with one guess a step, see SLOW
+ENDLESS = 600  # they last for more than 3.7 s with one guess a step, see SLOWER
 LONGEST_GAP_S = 5.0  # 2.5 on a quiet machine
 
 
@@ -55,7 +55,7 @@ def fleet(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     for _ in range(2):
         fleet.add_coordinator()
     for _ in range(2):
-        fleet.add_verifier(models.target, *SLOW)  # a stream lasts longer than a process pauses on a busy machine
+        fleet.add_verifier(models.target, *SLOWER)  # a stream lasts longer than a process pauses on a busy machine
     fleet.add_drafter("model", models.draft)
     fleet.add_drafter("ngram")
     fleet.start()

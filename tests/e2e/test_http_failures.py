@@ -16,13 +16,13 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.cluster import SLOW, Cluster, Process, server_info, until, until_async, verifier_load
+from tests.cluster import SLOWER, Cluster, Process, server_info, until, until_async, verifier_load
 from tests.conftest import Models
 
 pytestmark = pytest.mark.timeout(180)
 
 PATH = "/v1/completions"
-TOKENS = 600
+TOKENS = 240
 MIDDLE = 20  # tokens that an answer has when disaster strikes, at least: a drafter has joined by then
 BODY = {
     "prompt": "Once upon a time, once upon a time, once upon a ",
@@ -30,9 +30,9 @@ BODY = {
     "ignore_eos": True,
     "seed": 11,
     "temperature": 0.8,
-    "speculation": {"gamma": 1, "drafter": "model", "show": True},  # 600 tokens take 1.5 s at least, see SLOW
+    "speculation": {"gamma": 1, "drafter": "model", "show": True},  # 240 tokens take 1.5 s at least, see SLOWER
 }
-ENDLESS = BODY | {"max_tokens": 1500}
+ENDLESS = BODY | {"max_tokens": 600}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def fleet(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     fleet.add_coordinator("--max-sessions", "2")
     fleet.add_coordinator("--drain-s", "20")
     for _ in range(2):
-        fleet.add_verifier(models.target, *SLOW)
+        fleet.add_verifier(models.target, *SLOWER)
     fleet.add_drafter("model", models.draft)
     fleet.add_drafter("ngram")
     fleet.start()
@@ -63,7 +63,7 @@ def narrow(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """A coordinator, and a verifier with one seat and no waiting room."""
     narrow = Cluster(tmp_path_factory.mktemp("narrow"))
     narrow.add_coordinator("--worker-wait-s", "0.5")
-    narrow.add_verifier(models.target, *SLOW, "--max-sessions", "1", "--max-waiting", "0")
+    narrow.add_verifier(models.target, *SLOWER, "--max-sessions", "1", "--max-waiting", "0")
     narrow.start()
     yield narrow
     narrow.stop()
