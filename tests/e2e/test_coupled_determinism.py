@@ -13,13 +13,14 @@ import pytest_asyncio
 from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
-from tests.cluster import SLOW, Cluster, Output, ask, generate_all, generate_resuming, until_async
+from tests.cluster import SLOWER, Cluster, Output, ask, generate_all, generate_resuming, until_async
 from tests.conftest import Models
 from tests.e2e.prompts import mixed
 
 pytestmark = pytest.mark.timeout(240)
 
 MAX_TOKENS = 64
+LONG = 200
 GUESSED_S = 60.0  # until guesses arrive in time: a toy target can end its answers before
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.5},
@@ -135,18 +136,21 @@ async def test_modes_with_probabilities(cluster: Cluster, mode: int, way: dict[s
 def breakable(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     fleet = Cluster(tmp_path_factory.mktemp("breakable"))
     fleet.add_coordinator()
-    fleet.add_verifier(models.target, *SLOW)
+    fleet.add_verifier(models.target, *SLOWER)
     fleet.add_drafter("model", models.draft)
     fleet.start()
     yield fleet
     fleet.stop()
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def long(cluster: Cluster) -> list[Output]:
+    return await generate_all(cluster.address, requests(LONG, gamma=0))
+
+
 @pytest.mark.parametrize("victim", ["verifier", "drafter"])
-async def test_a_crash_in_the_middle_never_shows(cluster: Cluster, breakable: Cluster, victim: str) -> None:
+async def test_a_crash_in_the_middle_never_shows(long: list[Output], breakable: Cluster, victim: str) -> None:
     """Long outputs; killed and restarted on the same port while every stream is under way and some are drafted for."""
-    tokens = 400
-    wanted = await generate_all(cluster.address, requests(tokens, gamma=0))
     process = {"verifier": breakable.verifiers, "drafter": breakable.drafters}[victim][0]
     progress: dict[int, int] = {}
     drafted: set[int] = set()
@@ -170,16 +174,16 @@ async def test_a_crash_in_the_middle_never_shows(cluster: Cluster, breakable: Cl
             generate_resuming(
                 [breakable.address], request, on_chunk=lambda output, number=number: watch(number, output), seconds=90
             )
-            for number, request in enumerate(requests(tokens, gamma=4))
+            for number, request in enumerate(requests(LONG, gamma=4))
         )
     )
     await striker
-    assert_same(list(outputs), wanted)
+    assert_same(list(outputs), long)
     assert not any(output.breaks for output in outputs)
     losses = [
         output.stats.failovers if victim == "verifier" else output.stats.drafter_losses
         for output in outputs
-        if len(output.token_ids) == tokens
+        if len(output.token_ids) == LONG
     ]
     assert sum(loss > 0 for loss in losses) >= 2, losses
 
