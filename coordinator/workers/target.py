@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -60,6 +60,7 @@ class Target:
     grammars: GrammarCompiler
     identity: str = ""  # what its verifiers have in common; their sessions continue on each other
     served_name: str = ""  # for clients over HTTP
+    _shown: dict[tuple[str, ...], bool] = field(default_factory=dict, init=False, compare=False)
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=special))
@@ -93,6 +94,17 @@ class Target:
         with contextlib.suppress(Exception):  # templates are programs
             return self.written(chat)
         return ""
+
+    def shows(self, *roles: str) -> bool:
+        """Return whether the chat template writes messages of all these roles; each case is tried once.
+
+        Some templates drop those of the system, or refuse them.
+        """
+        if roles not in self._shown:
+            chat = [{"role": role, "content": f"{role} {number}"} for number, role in enumerate(roles)]
+            text = self.preview(Chat(chat))
+            self._shown[roles] = all(message["content"] in text for message in chat)
+        return self._shown[roles]
 
     @cached_property
     def dropped(self) -> tuple[Sequence[str], Sequence[str]]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.api.http.agents.calls.forms import JSON, Dialect, dialect_of
-from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 
 THOUGHTS = (
@@ -47,19 +46,13 @@ def manner_of(target: Target, parser: str) -> Manner:
     return Manner(dialect, knows_tools, marks is not None, thoughts=marks or THOUGHTS[0], **rules)
 
 
-def shows_all(target: Target, *roles: str) -> bool:
-    """Return whether the template writes messages of all these roles: some drop those of the system, or refuse them."""
-    chat = [{"role": role, "content": f"{role} {number}"} for number, role in enumerate(roles)]
-    text = target.preview(Chat(chat))
-    return all(message["content"] in text for message in chat)
-
-
 def one_system(messages: Iterable[dict[str, Any]], target: Target) -> list[dict[str, Any]]:
     """Return messages with those of the system at the beginning as one, and with later ones if these are not shown."""
     given = [*messages]
     roles = [message["role"] for message in given]
     begun = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
-    if "system" in roles[begun:] and not shows_all(target, *roles[:begun][:1], "user", "assistant", "system", "user"):
+    first = ("system",) if begun else ()
+    if "system" in roles[begun:] and not target.shows(*first, "user", "assistant", "system", "user"):
         given.sort(key=lambda message: message["role"] != "system")
         begun = roles.count("system")
     joined = "\n\n".join(filter(None, (message["content"] for message in given[:begun])))

@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.api.http.agents.bodies import ChatFields, Tool
 from coordinator.api.http.agents.calls.forms import HARMONY, Dialect, give_ids
-from coordinator.api.http.agents.dialects import Manner, one_system, shows_all
+from coordinator.api.http.agents.dialects import Manner, one_system
 from coordinator.api.http.agents.gpt_oss import harmony
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import CALLED, Target
@@ -45,10 +45,10 @@ def _instruct(messages: list[dict[str, Any]], tools: Sequence[Any], dialect: Dia
     """Add instructions to the system message, new or given; to the first other one where the template shows none."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = _INSTRUCTIONS.format(tools=lines, form=dialect.write("NAME", {"PARAMETER": "VALUE"}))
-    shown, given = shows_all(target, "system", "user"), messages[0]["role"] == "system"
+    shown, given = target.shows("system", "user"), messages[0]["role"] == "system"
     if shown and not given:
         messages.insert(0, {"role": "system", "content": ""})
-    told = messages[given and not shown and len(messages) > 1]
+    told = messages[1] if given and not shown and len(messages) > 1 else messages[0]
     told["content"] = f"{told['content']}\n\n{text}".lstrip()
 
 

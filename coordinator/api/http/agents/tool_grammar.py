@@ -32,9 +32,12 @@ def grammar_of(
     *,
     required: bool,
     parallel: bool,
-    answer: Grammar | None = None,  # the format of one without calls; None: any text
+    answer: Grammar | None = None,
 ) -> Grammar:
-    """Return the grammar of an answer that may, or must, call these tools, given with their parameters' schemas."""
+    """Return the grammar of an answer that may, or must, call these tools, given with their parameters' schemas.
+
+    `answer` is the format of one without calls; None: any text.
+    """
     rules = _Rules(manner.dialect, target, None if required else answer)
     calls = rules.calls(tools, MAX_CALLS if parallel else 1, required=required)
     start = ""

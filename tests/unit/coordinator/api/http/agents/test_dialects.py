@@ -247,6 +247,15 @@ def test_the_template_is_tried_once_and_only_for_calls(monkeypatch: pytest.Monke
         assert len(seen) == (0 if messages == [USER] else 2), "one chat without tools, and one with some"
 
 
+def test_the_template_is_tried_once_for_late_messages_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, seen, tried = target_of(QUESTION), list[Any](), Target.preview
+    monkeypatch.setattr(Target, "preview", lambda self, chat: seen.append(chat) or tried(self, chat))
+    for _ in range(2):
+        told = chat_of(chat(messages=[USER, SYSTEM, USER]), (), manner_of(target, "auto"), target)
+        assert [message["role"] for message in told.messages] == ["user", "system", "user"]
+        assert len(seen) == 1
+
+
 # As of MiniMax M2, which shows the first message of the system, of DeepSeek R1, which shows the last one, and of Phi-3.
 FIRST_SHOWN = (
     "{% for m in messages %}{% if loop.first or m['role'] != 'system' %}<{{ m['role'] }}>{{ m['content'] }}\n"
