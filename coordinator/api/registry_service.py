@@ -68,6 +68,8 @@ class RegistryService(rpc.RegistryServicer):
     async def _receive_reports(self, requests: _Requests, connection: WorkerConnection, told: ModelInfo) -> None:
         async for request in requests:
             self._delivery.check(connection.info)
+            if connection.info.model != told and self._worker_pool.compatibility.has_vocabulary(told):
+                raise Unavailable("a target with this drafter's own vocabulary has come; register again")
             if (report := _worker(request)).model == told:
                 report = replace(report, model=connection.info.model)
             await self._registrations.update(report, connection)
@@ -80,12 +82,15 @@ class RegistryService(rpc.RegistryServicer):
 
 async def _continued(targets: Sequence[Vocabulary], requests: _Requests) -> Vocabulary:
     """Return the first that begins as a drafter's, which is read to its end, else an error would not arrive."""
-    left, difference = [*targets], ModelMismatch("")
+    left, read, difference = [*targets], 0, ModelMismatch("the drafter has sent no vocabulary")
     async for request in requests:
         await asyncio.sleep(0.05)  # as for reports
         if request.WhichOneof("message") != "vocabulary":
             continue  # a heartbeat sent before the request for the vocabulary
         part = request.vocabulary
+        if part.first_id != read:
+            raise InvalidRequest.of("vocabulary.first_id", part.first_id, f"{read}, the next one")
+        read += len(part.tokens)
         try:
             tokens = [token.decode("utf-8", "surrogatepass") for token in part.tokens]
         except UnicodeDecodeError as error:
@@ -98,7 +103,7 @@ async def _continued(targets: Sequence[Vocabulary], requests: _Requests) -> Voca
                 difference = error  # in the end, of a target that agrees longest
         if part.last:
             break
-    if not left:
+    if not left or not read:
         raise difference
     return left[0]
 

@@ -54,8 +54,12 @@ class Compatibility:
 
     def other_vocabularies(self, info: WorkerInfo) -> list[Vocabulary]:
         """Return the vocabularies of the targets to compare a drafter's with, if none of them has the drafter's."""
-        alone = not info.model.vocabulary_digest or any(shares_vocabulary(info.model, it.info) for it in self._targets)
+        alone = not info.model.vocabulary_digest or self.has_vocabulary(info.model)
         return [] if alone or info.role is Role.VERIFIER else [known.vocabulary for known in self._targets]
+
+    def has_vocabulary(self, drafter: ModelInfo) -> bool:
+        """Return whether a target has this very vocabulary."""
+        return any(shares_vocabulary(drafter, known.info) for known in self._targets)
 
     def identity(self, model: ModelInfo) -> str:
         """Return what the verifiers of one target have in common."""

@@ -15,6 +15,7 @@ from coordinator.api.service import CoordinatorService
 from outrider.base.aio import until
 from outrider.engine.loading.loader import LoadedModel, load_model
 from outrider.engine.loading.options import EngineOptions
+from outrider.protocol.fleet import Role
 from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.toy_models import byte_tokenizer, make_model
@@ -174,8 +175,8 @@ BEYOND: dict[str, dict[str, Any]] = MODES | {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def larger(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Home]:
+@asynccontextmanager
+async def larger_home(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Home]:
     own = Redis(tmp_path_factory.mktemp("redis"))
     own.start()
     own.wait_ready(10)
@@ -184,6 +185,12 @@ async def larger(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Asyn
             yield made
     finally:
         own.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def larger(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Home]:
+    async with larger_home(folder, tmp_path_factory) as made:
+        yield made
 
 
 @pytest.mark.parametrize("way", ["model", "model with branches", "part of the vocabulary", "suffix and model"])
@@ -201,3 +208,19 @@ async def test_a_target_with_more_tokens_has_its_own_text(larger: Home, way: str
         for verification in (common.VERIFICATION_REJECTION, common.VERIFICATION_BLOCK):
             outputs = await larger.answers(gamma=4, before="<|user|>", temperature=1.0, verification=verification)
             assert sum(output.stats.accepted_tokens for output in outputs) > LENGTH / 2
+
+
+async def test_a_target_with_a_drafters_own_vocabulary_gets_it_whichever_came_first(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The drafter stayed with the one that has more tokens, and the other was decoded plainly."""
+    loaded = load_model(str(folder / "target"), EngineOptions(device="cpu", threads=1))
+    async with larger_home(folder, tmp_path_factory) as home, home.drafted("model"):
+
+        def vocabularies() -> set[str]:
+            infos = home._service.sessions.worker_pool.infos()
+            return {each.model.vocabulary_digest for each in infos if each.role is Role.DRAFTER}
+
+        assert vocabularies() == {home._loaded.vocabulary.digest}
+        async with verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), coordinators=home._address):
+            assert await until(lambda: vocabularies() == {loaded.vocabulary.digest}, 20)

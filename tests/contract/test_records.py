@@ -235,6 +235,25 @@ async def test_a_retry_at_a_coordinator_that_reads_it_otherwise_is_the_same_requ
             assert answers[0].json()["choices"] == answers[1].json()["choices"]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_a_retry_is_not_read_in_another_form_of_calls(house: House, path: str) -> None:
+    """The calls of the first answer would be text in the second."""
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=100, worker_wait_s=5, tool_parser="llama3")
+    service = CoordinatorService(settings, house.redis.url)
+    schema = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"]}
+    chat = {"type": "function", "function": {"name": "note", "parameters": schema}}
+    tool, choice = (chat, "required") if "chat" in path else ({"name": "note", "input_schema": schema}, {"type": "any"})
+    body = {"messages": [{"role": "user", "content": "So?"}], "max_tokens": 300, "seed": 1, "tools": [tool]}
+    body["tool_choice"] = choice
+    headers, statuses = {"Idempotency-Key": secrets.token_hex(4)}, []
+    async with in_process(service, settings):
+        assert await until(service.ready, 10)
+        for one in (house.service, house.service, service):
+            async with httpx.AsyncClient(base_url=f"http://{one.http_address}", timeout=30) as web:
+                statuses.append((await web.post(path, json=body, headers=headers)).status_code)
+    assert statuses == [200, 200, 409]
+
+
 # --- who has it -------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from coordinator.api.registry_service import _continued
-from outrider.protocol.errors import ModelMismatch
+from outrider.protocol.errors import InvalidRequest, ModelMismatch, OutriderError
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.v1 import coordinator_pb2 as pb
 
@@ -39,3 +39,26 @@ async def test_one_that_continues_to_none_is_told_where_it_differs_from_the_near
     with pytest.raises(ModelMismatch) as refused:
         await _continued(TARGETS, shown(tokens, at))
     assert refused.value.field == f"vocabulary[{first}]"
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        ([], ModelMismatch),
+        ([pb.Vocabulary(last=True)], ModelMismatch),
+        ([pb.Vocabulary(first_id=7, last=True)], InvalidRequest),
+        ([pb.Vocabulary(first_id=2, tokens=[b"c"], last=True)], InvalidRequest),
+        ([pb.Vocabulary(tokens=[b"a"]), pb.Vocabulary(first_id=2, tokens=[b"c"], last=True)], InvalidRequest),
+    ],
+)
+async def test_one_that_leaves_tokens_out_continues_to_none(
+    parts: Sequence[pb.Vocabulary], error: type[OutriderError]
+) -> None:
+    """It was taken for any target's: the comparison is all that speaks for it."""
+
+    async def sent() -> AsyncIterator[pb.RegisterRequest]:
+        for part in parts:
+            yield pb.RegisterRequest(vocabulary=part)
+
+    with pytest.raises(error):
+        await _continued([WORDS], sent())
