@@ -21,12 +21,14 @@ _ANY = r"(.|\n)"
 _OF_TEXTS = {"type", "minLength", "maxLength"}
 _OF_TOOLS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$ref"}
 _OF_TOOLS |= {"$schema", "$id", "x-guidance"}
-_ELSEWHERE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 
 
 def arguments_rule(form: Marked, name: str, schema: Mapping[str, Any], rules: MarkRules) -> str:
     """Return the rule of a call's arguments: in the order of their schema, then those that it does not name."""
-    return _ArgumentRules(form, name, schema, rules).pairs()
+    try:
+        return _ArgumentRules(form, name, schema, rules).pairs()
+    except RecursionError as error:
+        raise InvalidRequest.of("params.grammar", f"{name}: a chain of references", "a shorter one") from error
 
 
 class _ArgumentRules:
@@ -39,6 +41,7 @@ class _ArgumentRules:
         self._strict = not (isinstance(options, dict) and options.get("lenient"))
         self._tag = form.ends.strip()
         self._ends = self._mark(form.ends)
+        self._values: dict[str, str] = {}  # rules of values, by their schemas
 
     def pairs(self) -> str:
         self._refuse_unknown(self._root, _OF_TOOLS)
@@ -54,6 +57,7 @@ class _ArgumentRules:
     def _pair(self, key: str, schema: Any) -> str:
         mark, form = self._mark, self._form
         options = [*choices(schema, self._root)]
+        self._rules.count(0, len(options))
         free = [it for it in options if kind_of(it) == "string" and "const" not in it]
         fixed = [it["const"] for it in options if kind_of(it) == "string" and "const" in it]
         values = [it for it in options if kind_of(it) != "string"]
@@ -67,7 +71,9 @@ class _ArgumentRules:
         told = [(form.value, texts), (form.other or form.value, written)]
         marks = dict.fromkeys(at for at, some in told if some)
         rules = (f"{mark(at)} ({' | '.join(one for at_, some in told if at_ == at for one in some)})" for at in marks)
-        return f"({mark(form.key)} {key} ({' | '.join(rules)}))"
+        pair = f"({mark(form.key)} {key} ({' | '.join(rules)}))"
+        self._rules.count(len(pair))
+        return pair
 
     def _mark(self, text: str) -> str:
         return self._rules.add("mark", self._rules.mark(text))  # by name: each parameter has them
@@ -90,14 +96,33 @@ class _ArgumentRules:
 
     def _json(self, options: Sequence[dict[str, Any]]) -> str:
         """Return the rule of a value that follows one of these schemas, with what they refer to."""
-        schema: dict[str, Any] = options[0] if len(options) == 1 else {"anyOf": [*options]}
-        if '"$ref"' in json.dumps(options):
-            root = {key: it for key, it in self._root.items() if key in ("$defs", "definitions")}
-            root = self._root if _ELSEWHERE.search(json.dumps([*options, root])) else root
-            place = "#/$defs/arguments"
-            schema = {**placed(schema, place), "$defs": {"arguments": placed(root, place)}}
-        schema = guided({**schema, "x-guidance": self._root.get("x-guidance", {})})
-        return self._rules.add("value", f"%json {json.dumps(schema)} // {self._name}")
+        text = json.dumps(options)
+        if text not in self._values:
+            schema: dict[str, Any] = options[0] if len(options) == 1 else {"anyOf": [*options]}
+            if '"$ref"' in text:
+                place = "#/$defs/arguments"
+                schema = {**placed(schema, place), "$defs": {"arguments": placed(self._reached(options), place)}}
+            schema = guided({**schema, "x-guidance": self._root.get("x-guidance", {})})
+            self._values[text] = self._rules.add("value", f"%json {json.dumps(schema)} // {self._name}")
+        return self._values[text]
+
+    def _reached(self, options: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the definitions that these schemas need, or the whole schema if one of them refers elsewhere."""
+        reached: dict[str, dict[str, Any]] = {}
+        left: list[Any] = [*options]
+        while left:
+            part = left.pop()
+            if isinstance(part, dict) and isinstance(place := part.get("$ref"), str):
+                whole, kind, name, *_ = (*place.split("/", 3), "", "")
+                name = name.replace("~1", "/").replace("~0", "~")
+                known = self._root.get(kind) if whole == "#" and kind in ("$defs", "definitions") else None
+                if not isinstance(known, dict) or name not in known:
+                    return self._root
+                if name not in reached.setdefault(kind, {}):
+                    reached[kind][name] = known[name]
+                    left.append(known[name])
+            left += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return reached
 
     def _refuse_unknown(self, schema: Mapping[str, Any], known: set[str]) -> None:
         """Refuse keywords of a strict tool that hold nothing in this form."""
@@ -108,4 +133,4 @@ class _ArgumentRules:
 
 
 def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")

@@ -7,6 +7,8 @@ import re
 
 from coordinator.api.http.agents.calls.forms import Dialect, Marked
 from coordinator.workers.target import Target
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import MAX_GRAMMAR_BYTES
 
 _SHORT = 3  # characters of added tokens that are no marks, as white space
 
@@ -18,14 +20,22 @@ class MarkRules:
         added = target.tokenizer.added_tokens_decoder.items()
         self._ids = {token.content: id_ for id_, token in added if len(token.content) > _SHORT}
         self._names: dict[str, str] = {}
+        self._size = self._options = 0
         self.lines: list[str] = []
 
     def add(self, kind: str, rule: str, *, lazy: bool = False) -> str:
         """Add a rule, unless it is known. Return its name."""
         if rule not in self._names:
+            self.count(len(rule))
             self._names[rule] = f"{kind}_{len(self.lines)}"
             self.lines.append(f"{self._names[rule]}{'[lazy]' * lazy}: {rule}")
         return self._names[rule]
+
+    def count(self, size: int, options: int = 0) -> None:
+        """Count what a grammar has, to refuse a large one before it is written: references repeat what they name."""
+        self._size, self._options = self._size + size, self._options + options
+        if max(self._size, self._options) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest.of("params.grammar", "larger as a grammar", f"at most {MAX_GRAMMAR_BYTES} bytes")
 
     def mark(self, text: str) -> str:
         """Return the rule of a text with marks."""

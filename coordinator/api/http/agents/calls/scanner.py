@@ -13,7 +13,9 @@ from coordinator.api.http.agents.calls.values import kinds, parameters, read
 from coordinator.sessions.detokenizer import overlap
 
 _TEXT = frozenset({"string"})
+_PARTED = frozenset({"array", "object"})
 _LONGEST = 1_024  # characters of an argument's name and the marks around it
+_QUOTED = re.compile(r'\\.|"', re.DOTALL)
 _BLANK, _NUMBER = r"\s*+", r"\d{1,4}+"
 
 
@@ -50,6 +52,8 @@ class TaggedScanner:
         self._schema = schema
         self._kinds: frozenset[str] | None = None  # of the value that has begun
         self._tag = form.ends.strip()
+        self._ends = re.compile(rf'"|{re.escape(self._tag)}')  # of a list or an object
+        self._quoted = False  # within a text of one
         self._at = 0  # scanned characters of a value
         self._next = ""  # before a further argument
         self._head: re.Match[str] | None = head
@@ -89,8 +93,11 @@ class TaggedScanner:
     def _value(self) -> bool:
         """Read a value, or some of it. Return False if it needs more."""
         streamed, lines = self._kinds == _TEXT, "\n" * self._form.ends.startswith("\n")  # a value has lines of its own
-        end = self.text.find(self._tag, max(0, self._at - len(self._tag)))
-        self._at = len(self.text)
+        if self.text[:1] in ("[", "{") and not _PARTED.isdisjoint(self._kinds or ()):
+            end = self._end_of_json()
+        else:
+            end = self.text.find(self._tag, max(0, self._at - len(self._tag)))
+            self._at = len(self.text)
         if end < 0 and streamed:
             keep = max(overlap(self.text, mark, len(mark)) for mark in (self._tag, lines + self._tag))
             self.arguments += _escaped(self.text[: len(self.text) - keep])
@@ -102,6 +109,17 @@ class TaggedScanner:
         self.arguments += _escaped(value) + '"' if streamed else read(value, self._kinds or ())
         self.text, self._kinds = self.text[end + len(self._tag) :], None
         return True
+
+    def _end_of_json(self) -> int:
+        """Return where a list or an object ends, whose texts may have the tag; a negative number if it does not yet."""
+        while (found := (_QUOTED if self._quoted else self._ends).search(self.text, self._at)) is not None:
+            if found[0] == self._tag:
+                return found.start()
+            self._at = found.end()
+            self._quoted ^= found[0] == '"'
+        left = self.text.endswith("\\") if self._quoted else len(self._tag)
+        self._at = max(self._at, len(self.text) - left)
+        return -1
 
 
 def _escaped(text: str) -> str:

@@ -58,7 +58,9 @@ def kind_of(choice: Mapping[str, Any]) -> str:
 
 def kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that a value may have."""
-    return frozenset(map(kind_of, choices(schema, root))) or frozenset({"string"})
+    with suppress(RecursionError):
+        return frozenset(map(kind_of, choices(schema, root))) or frozenset({"string"})
+    return frozenset({"string"})
 
 
 def read(text: str, wanted: Collection[str]) -> str:

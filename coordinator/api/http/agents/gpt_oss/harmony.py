@@ -58,7 +58,7 @@ class HarmonyParser:
 
     def end(self) -> list[Part]:
         """Return the last parts, after all text: an answer without marks is content."""
-        return [] if _MARK.search(self._header) else self._say(PartKind.CONTENT, self._header)
+        return [] if self._kind or _MARK.search(self._header) else self._say(PartKind.CONTENT, self._header)
 
     def _read(self, piece: str) -> list[Part]:
         """Read a mark, or text without marks."""
@@ -92,7 +92,7 @@ class HarmonyParser:
         if (channel := _CHANNEL_NAME.search(self._header)) is None:
             return self.end()
         parts = self._begin(self._header[: channel.end()])
-        return parts + self._say(self._kind, self._header[channel.end() :])
+        return parts + self._say(self._kind, _MARK.sub("", self._header[channel.end() :]))
 
     def _say(self, kind: PartKind | None, text: str) -> list[Part]:
         if not text or kind is None:

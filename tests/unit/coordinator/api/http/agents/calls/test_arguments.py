@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,7 @@ from tests.unit.coordinator.api.http.agents.calls.test_scanner import typed_call
 from tests.unit.coordinator.api.http.agents.test_parser import parsed
 from tests.unit.coordinator.api.http.agents.test_tool_grammar import TAGGED, TARGETS
 
+ONE: dict[str, Any] = {"required": True, "parallel": False}
 LENIENT = {"x-guidance": {"lenient": True}}
 DEFINED = {"Unit": {"enum": ["celsius", "kelvin"]}, "Node": {"type": "object", "properties": {"next": {"$ref": "#"}}}}
 
@@ -194,6 +196,50 @@ def test_a_hundred_tools_have_room(form: Marked, tokens: bool) -> None:
     grammar = grammar_of(tools, Manner(form, True), target, required=False, parallel=True)
     assert len(grammar.text.encode()) < 64 * 1024
     target.grammars.compile(SamplingParams(grammar=grammar))
+
+
+@pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
+def test_parameters_have_no_more_definitions_than_they_refer_to(form: Marked) -> None:
+    """With all of them at each parameter, eight such tools were larger than a grammar may be."""
+    models: dict[str, Any] = {
+        f"Model{at}": {"properties": {f"f{at}_{n}": {"type": "string"} for n in range(10)}} for at in range(6)
+    }
+    models |= {"Outer": {"properties": {"inner": {"$ref": "#/$defs/Model0"}}, "additionalProperties": False}}
+    fields = {f"a{at}": {"$ref": f"#/$defs/Model{at}"} for at in range(6)} | {"a": {"$ref": "#/$defs/Outer"}}
+    tool = {"type": "object", "properties": fields, "$defs": models, "additionalProperties": False}
+    grammar = grammar_of({f"f{at}": tool for at in range(8)}, Manner(form, True), TARGETS[False], **ONE)
+    assert len(grammar.text.encode()) < 32 * 1024
+    assert allows(form, tool, form.write("f", {"a": {"inner": {"f0_1": "x"}}}))
+    assert not allows(form, tool, form.write("f", {"a": {"inner": {"f0_1": 3}}}))
+
+
+def repeated(many: int) -> dict[str, dict[str, Any]]:
+    """Return schemas in which references stand for far more than they are."""
+    numbers = {"enum": [*range(many)]}
+    wide = {f"X{at}": {"type": "array", "items": {"$ref": "#/$defs/Y"}} for at in range(many)}
+    chain = {f"X{at}": {"$ref": f"#/$defs/X{at + 1}"} for at in range(many)}
+    each = {f"a{at}": {"$ref": f"#/$defs/X{at}"} for at in range(many)}
+    same = {f"a{at}": {"$ref": "#/$defs/X"} for at in range(many)}
+    return {
+        "lists": {"properties": each, "$defs": wide | {"Y": numbers}},
+        "texts": {"properties": same, "$defs": {"X": {"enum": [*map(str, range(many))]}}},
+        "numbers": {"properties": same, "$defs": {"X": {"anyOf": [{"type": "string"}, numbers]}}},
+        "a chain": {"properties": each, "$defs": chain},
+    }
+
+
+@pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
+@pytest.mark.parametrize("name", repeated(0))
+def test_references_that_stand_for_much_are_refused_at_once(form: Marked, name: str) -> None:
+    began = time.process_time()
+    with pytest.raises(InvalidRequest):
+        grammar_of({"f": repeated(3_000)[name]}, Manner(form, True), TARGETS[False], **ONE)
+    assert time.process_time() - began < 2
+
+
+def test_a_parameter_with_a_line_feed_in_its_name_excludes_no_others() -> None:
+    schema = {"properties": {"a\nb": {"type": "integer"}}}
+    assert allows(TAGGED["glm47"], schema, TAGGED["glm47"].write("f", {"c": "x"}))
 
 
 @settings(max_examples=100, deadline=None)

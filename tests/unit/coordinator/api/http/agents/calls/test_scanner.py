@@ -167,6 +167,12 @@ SAMPLES: dict[str, tuple[Dialect, str, Answer]] = {
         "</tool_call>",
         Answer(calls=[("get_weather", '{"city": "</function></tool_call></param"}')]),
     ),
+    "the tag that ends a value within a list": (
+        forms.GLM47,
+        '<tool_call>get_weather<arg_key>spots</arg_key><arg_value>[{"x": "\\\\\\"</arg_value>", "y": "\\\\"}]'
+        "</arg_value><arg_key>days</arg_key><arg_value>3</arg_value></tool_call>",
+        Answer(calls=[("get_weather", '{"spots": [{"x": "\\\\\\"</arg_value>", "y": "\\\\"}], "days": 3}')]),
+    ),
     # Broken, or no calls at all: nothing is lost.
     "an unknown function": (
         forms.QWEN3_CODER,
@@ -323,5 +329,5 @@ def test_what_has_no_end_takes_no_more_time_the_more_there_is(form: Marked, wher
     reader.feed(begun.partition("@")[0] if "@" in begun else begun.removesuffix(form.tail + form.after + form.closer))
     began = time.process_time()
     for _ in range(8_000):
-        reader.feed("a< " * 20 if where != "between" else " \n" * 30)
+        reader.feed('a< "' * 15 if where != "between" else " \n" * 30)
     assert time.process_time() - began < 2

@@ -63,6 +63,9 @@ SAMPLES: dict[str, tuple[str, Said]] = {
     "nothing but text": ("Yes.", [(CONTENT, "Yes.")]),
     "nothing": ("", []),
     # What it should not write, but does.
+    "no text": ("<|channel|>final <|constrain|>json<|end|>", [(CONTENT, " json")]),
+    "two channels and no text": ("<|channel|>analysis<|channel|>final<|end|>", [(REASONING, "final")]),
+    "a recipient without a channel": (" to=functions.g code<|message|>{}", [(REASONING, "{}")]),
     "two beginnings": (
         f"{HM}<|start|>assistant<|channel|>final<|message|>Yes.",
         [(REASONING, "Hm."), (CONTENT, "Yes.")],
