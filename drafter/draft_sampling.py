@@ -22,12 +22,13 @@ def adjust_logits(
 ) -> tuple[torch.Tensor, Ids]:
     """Apply penalties and biases to the logits after `tokens` and each path; these need the whole vocabulary."""
     params, history = request.params, None
+    whole = params.penalised or params.logit_bias or request.grammar_cursor
     if ids is not None:
-        if not (params.penalised or params.logit_bias or request.grammar_cursor):
+        if not whole:
             return logits, ids
         columns = max(request.vocab_size, int(ids[-1]) + 1)
         logits = logits.new_full((len(logits), columns), float("-inf")).index_copy_(1, ids, logits)
-    if (unknown := request.vocab_size - logits.shape[-1]) > 0:  # the target's vocabulary has more
+    if whole and (unknown := request.vocab_size - logits.shape[-1]) > 0:  # the target's vocabulary has more
         logits = torch.nn.functional.pad(logits, (0, unknown), value=float("-inf"))
     logits = logits[:, : request.vocab_size]
     if params.penalised:

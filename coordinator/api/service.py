@@ -29,7 +29,7 @@ from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
-from outrider.base.aio import Call
+from outrider.base.aio import Call, beside
 from outrider.observability.request_context import REQUEST_ID, bind_context
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError
@@ -122,7 +122,7 @@ class CoordinatorService(rpc.OutriderServicer):
                 target = await self.sessions.targets.find(request.model, urgency().remaining_s)
                 prepared = await prepare(from_proto(request, target), request.ByteSize(), target, self._settings)
                 if key := request.idempotency_key:
-                    prepared = replace(prepared, sent=digest_of(request.SerializeToString(deterministic=True)))
+                    prepared = replace(prepared, sent=await beside(request.ByteSize(), _sent, request))
                 session = await self.sessions.begin(prepared, target, key)
             call["session_id"] = session.record.session_id
             del request  # see `WholeMessages`
@@ -187,6 +187,11 @@ def from_proto(request: pb.GenerateRequest, target: Target) -> ClientRequest:
         cache_salt=request.cache_salt,
         max_tokens_given=request.params.HasField("max_tokens"),
     )
+
+
+def _sent(request: pb.GenerateRequest) -> str:
+    """Return the digest of a request as it was sent."""
+    return digest_of(request.SerializeToString(deterministic=True))
 
 
 @contextlib.asynccontextmanager

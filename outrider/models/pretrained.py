@@ -30,6 +30,14 @@ def auto_class(config: Any) -> Any:
     raise StartupError.of("target", f"of type {config.model_type}", "a language model that transformers knows")
 
 
+def dequantized(config: Any) -> Any:
+    """Return a configuration by which weights in fp8 are converted: transformers asks only whether there is a GPU."""
+    stored = getattr(config, "quantization_config", None) or {}
+    if stored.get("quant_method") == "fp8":
+        config.quantization_config = stored | {"dequantize": True}
+    return config
+
+
 def empty_model(config: Any, folder: Path | str = "") -> PreTrainedModel:
     """Return a model without memory for its weights, as a folder says how it ends."""
     with torch.device("meta"):
@@ -42,7 +50,7 @@ def empty_model(config: Any, folder: Path | str = "") -> PreTrainedModel:
 def load_whole(name: str, folder: Path | str, **loading: Any) -> PreTrainedModel:
     """Load a model, in float32 unless told otherwise; raise StartupError for weights missing or left out as scales."""
     loading = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False} | loading
-    config = loading.setdefault("config", AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    config = loading.setdefault("config", dequantized(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
     model, found = auto_class(config).from_pretrained(folder, output_loading_info=True, **loading)
     if missing := found["missing_keys"]:  # transformers would draw them
         raise StartupError.of("target", f"{name} without {', '.join(sorted(missing)[:3])}", "with all its weights")

@@ -67,6 +67,16 @@ async def test_each_choice_of_a_completion_has_those_of_its_prompt(
     assert prompts == {choice.index: [choice.prompt_token_ids] for choice in whole.choices}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_alone_has_those_of_the_prompt(api: AsyncOpenAI, house: House, stream: bool) -> None:
+    body = ASK | {"prompt": "One", "echo": True, "n": 1, "max_tokens": 0, "stream": stream} | IDS
+    made: Any = await api.completions.create(**body)
+    choices = [it for chunk in [each async for each in made] for it in chunk.choices] if stream else made.choices
+    prompts = [ids for it in choices if (ids := getattr(it, "prompt_token_ids", None))]
+    assert prompts == [list(house.service.sessions.targets.named("").encode("One"))]
+    assert not any(getattr(it, "token_ids", None) for it in choices)
+
+
 async def test_a_response_has_none(api: AsyncOpenAI) -> None:
     with pytest.raises(BadRequestError, match="return_token_ids"):
         await api.responses.create(model="", input="Hi.", **IDS)

@@ -90,7 +90,8 @@ class Replies(ABC, Generic[BodyT]):
     def _details(self, session: Session, tokens: Sequence[Token], *, chunk: bool = True) -> responses.TokenDetails:
         """Return what is told of new tokens where it is asked for; with the first one, the ids of the prompt."""
         told: responses.TokenDetails = {"token_ids": [it.token for it in tokens]} if self._body.return_token_ids else {}
-        if told and tokens and tokens[0] is session.output.tokens[0] and isinstance(self._body, CompletionBody):
+        begins = self._body.max_tokens == 0 or (tokens and tokens[0] is session.output.tokens[0])
+        if told and begins and isinstance(self._body, CompletionBody):
             told["prompt_token_ids"] = [*session.record.request.prompt]
         if chunk and self._body.speculation and self._body.speculation.show:
             told["speculation"] = speculation_of(session, tokens)
@@ -142,6 +143,8 @@ class CompletionReplies(Replies[CompletionBody]):
 
     def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.CompletionChunkChoice]:
         said, text = self._said(session, tokens, ended=not tokens)
+        if tokens and not said:
+            return []
         details, logprobs = self._details(session, said), self._logprobs(said, self._written[number])
         self._written[number] += len(text)
         if tokens and not (text or logprobs or details):

@@ -30,7 +30,7 @@ from outrider.engine.tensor_parallel import RankGroup
 from outrider.engine.throttled import ThrottledEngine, parse_blur, parse_pace
 from outrider.models.hub import locate, locate_safetensors
 from outrider.models.in_place import load_in_place, quantized_rows
-from outrider.models.pretrained import load_whole
+from outrider.models.pretrained import dequantized, load_whole
 from outrider.models.tokenizer import read_tokenizer
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import ModelMismatch, StartupError
@@ -111,9 +111,8 @@ def load_model(
 def _first_layers(path: Path | str, layers: int | None, device: torch.device) -> Any:
     """Return the configuration of a model that ends after `layers` layers; None: all of them."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    text, stored = config.get_text_config(), getattr(config, "quantization_config", None) or {}
-    if device.type == "cpu" and stored.get("quant_method") == "fp8":  # else transformers asks whether there is a GPU
-        config.quantization_config = stored | {"dequantize": True}
+    config = dequantized(config) if device.type == "cpu" else config
+    text = config.get_text_config()
     if layers is None:
         return config
     if not 1 <= layers <= text.num_hidden_layers:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from coordinator.api.http.agents.calls.forms import Marked
 from coordinator.api.http.agents.calls.marks import MarkRules
@@ -36,7 +37,7 @@ class _ArgumentRules:
 
     def __init__(self, form: Marked, name: str, schema: Mapping[str, Any], rules: MarkRules) -> None:
         self._form, self._name, self._rules = form, name, rules
-        self._root = bare(schema)
+        self._root: dict[str, Any] = bare(schema)
         options = schema.get("x-guidance")
         self._strict = not (isinstance(options, dict) and options.get("lenient"))
         self._tag = form.ends.strip()
@@ -47,6 +48,8 @@ class _ArgumentRules:
         self._refuse_unknown(self._root, _OF_TOOLS)
         declared, required, further = parameters(self._root)
         named = declared | {key: further for key in required if key not in declared}
+        if "" in named:
+            self._refuse("a parameter without a name", "")
         parts = [self._pair(json.dumps(key), part) + "?" * (key not in required) for key, part in named.items()]
         if further is not False:
             others = f" & ~/{'|'.join(map(_escaped, named))}/" * bool(named)
@@ -80,14 +83,16 @@ class _ArgumentRules:
 
     def _text(self, schema: Mapping[str, Any], values: bool) -> str:
         self._refuse_unknown(schema, _OF_TEXTS)
-        least, most = (it if isinstance(it := schema.get(f"{end}Length"), int) else None for end in ("min", "max"))
+        least, most = (it if type(it := schema.get(f"{end}Length")) is int else None for end in ("min", "max"))
+        if not 0 <= (least or 0) <= (most if most is not None else sys.maxsize):
+            self._refuse(f"minLength {least} with maxLength {most}", least)
         text = "TEXT"
         if held := values or least or most is not None:
             rules = [
                 rf"/{_ANY}{{{least or 0},{'' if most is None else most}}}/",
                 rf"~/{_ANY}*{_escaped(self._tag)}{_ANY}*/",
             ]
-            rules += [rf"~/[\[{{]{_ANY}*/"] * values
+            rules += [rf"~/\s*[\[{{]{_ANY}*/"] * values
             text = self._rules.add("TEXT", " & ".join(rules))
         ends = self._form.ends if held else self._tag
         after = self._form.ends.partition(self._tag)[2]
@@ -127,9 +132,14 @@ class _ArgumentRules:
     def _refuse_unknown(self, schema: Mapping[str, Any], known: set[str]) -> None:
         """Refuse keywords of a strict tool that hold nothing in this form."""
         if self._strict and (lacked := next((key for key in schema if key not in known), None)) is not None:
-            reason = f"{self._name}: {lacked} cannot be held in calls of the form {self._form.name}"
-            field = "params.grammar.lark"
-            raise InvalidRequest(f"{field} does not compile: {reason}", field=field, value=lacked, limit=reason)
+            self._refuse(lacked, lacked)
+
+    def _refuse(self, what: str, value: object) -> NoReturn:
+        reason, field = (
+            f"{self._name}: {what} cannot be held in calls of the form {self._form.name}",
+            "params.grammar.lark",
+        )
+        raise InvalidRequest(f"{field} does not compile: {reason}", field=field, value=value, limit=reason)
 
 
 def _escaped(text: str) -> str:

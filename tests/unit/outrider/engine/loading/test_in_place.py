@@ -15,7 +15,7 @@ from outrider.engine.loading import loader
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.native import NativeEngine, build
 from outrider.models.in_place import load_in_place, rows_in_safetensors
-from outrider.models.pretrained import empty_model
+from outrider.models.pretrained import empty_model, load_whole
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.testing.toy_models import make_model
@@ -307,3 +307,5 @@ def test_fp8_on_a_cpu_beside_a_gpu_becomes_the_same_model(
     logits = [engine.extend([SessionTokens("s", TOKENS)]).logits[0].clone() for engine in (alone, beside)]
     assert torch.equal(*logits)
     assert alone.info == beside.info
+    trained = load_whole("as training and benchmarks load it", folder)
+    assert {weight.dtype for weight in trained.parameters()} == {torch.float32}

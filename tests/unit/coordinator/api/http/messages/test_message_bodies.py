@@ -136,7 +136,7 @@ def test_what_is_asked_for_is_asked_of_the_chat() -> None:
     given: dict[str, Any] = {"stop_sequences": ["a"], "top_k": 5, "temperature": 0.5, "priority": 1, "stream": True}
     form = {"format": {"type": "json_schema", "schema": schema}}
     found = chat(output_config=form, context_management={"edits": [{"type": "clear_thinking_20251015"}]}, **given)
-    assert (found.stops, found.top_k, found.temperature, found.priority) == (["a"], 5, 0.5, 1)
+    assert (found.stop, found.top_k, found.temperature, found.priority) == (["a"], 5, 0.5, 1)
     assert (found.stream, found.limit) == (True, 5)
     assert found.response_format is not None
     assert found.response_format.json_schema is not None

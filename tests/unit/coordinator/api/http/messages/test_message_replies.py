@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.dialects import HERMES, Manner
+from coordinator.api.http.agents.calls.forms import HERMES
+from coordinator.api.http.agents.dialects import Manner
 from coordinator.api.http.messages import replies
 from coordinator.api.http.messages.replies import MessageReplies
 from coordinator.sessions.detokenizer import TextStream

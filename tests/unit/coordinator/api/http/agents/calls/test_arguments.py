@@ -229,6 +229,27 @@ def repeated(many: int) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        ({"properties": {"": {"type": "integer"}}}, "a parameter without a name"),
+        (of({"type": "string", "minLength": 5, "maxLength": 2}), "minLength 5 with maxLength 2"),
+        (of({"type": "string", "minLength": -1}), "minLength -1 with maxLength None"),
+    ],
+)
+def test_what_no_rule_can_be_made_of_is_refused_by_name(form: Marked, schema: dict[str, Any], what: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"does not compile: f: {what} cannot be held in calls of the form "):
+        allows(form, schema, "")
+
+
+@pytest.mark.parametrize("form", [it for it in TAGGED.values() if not it.other], ids=lambda form: form.name)
+def test_a_text_that_could_be_a_list_does_not_begin_like_one(form: Marked) -> None:
+    schema = of({"type": ["string", "array"], "items": {"type": "string"}})
+    assert not allows(form, schema, form.write("f", {"a": " [1]"}))
+    assert allows(form, schema, form.write("f", {"a": "x [1]"}))
+
+
+@pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
 @pytest.mark.parametrize("name", repeated(0))
 def test_references_that_stand_for_much_are_refused_at_once(form: Marked, name: str) -> None:
     began = time.process_time()
