@@ -263,7 +263,8 @@ def test_a_log_of_weeks_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("outrider.launch.stack._LOG_BYTES", 1000)
     log, go_on = tmp_path / "a.log", tmp_path / "go on"
     code = (
-        "import pathlib, sys, time\nsys.stderr.write('first' * 400)\nprint('progress: ready at x:1', flush=True)\n"
+        "import pathlib, sys, time\nprint('first' * 400, end='', file=sys.stderr, flush=True)\n"
+        "print('progress: ready at x:1', flush=True)\n"
         f"while not pathlib.Path({str(go_on)!r}).exists():\n time.sleep(0.02)\nsys.stderr.write('second')"
     )
     running = Stack(replace(PLAN, port=0), "", tmp_path)
