@@ -14,6 +14,7 @@ import grpc
 import pytest
 import pytest_asyncio
 import torch
+from openai import AsyncOpenAI
 from transformers import LlamaForCausalLM
 
 from coordinator.api.service import CoordinatorService
@@ -303,6 +304,30 @@ async def house(
 
 async def _whole(service: CoordinatorService, workers: int) -> None:
     assert await soon(lambda: service.ready() and len(service.sessions.worker_pool.connections()) == workers, 20)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def apis(
+    request: pytest.FixtureRequest, loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[dict[str, AsyncOpenAI]]:
+    """A client for each of the module's DIALECTS, of a coordinator of its own; all of them share the workers."""
+    dialects = request.module.DIALECTS
+    async with AsyncExitStack() as stack:
+        services, addresses = [], []
+        for dialect in dialects:
+            settings = CoordinatorSettings(http_port=0, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5, tool_parser=dialect)
+            services.append(CoordinatorService(settings, redis_server.url))
+            addresses.append(await stack.enter_async_context(in_process(services[-1], settings)))
+        everywhere = {"coordinators": ",".join(addresses)}
+        await stack.enter_async_context(verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), **everywhere))
+        await stack.enter_async_context(drafter_serving(kind="ngram", **everywhere))
+        clients = {}
+        for dialect, service in zip(dialects, services, strict=True):
+            await _whole(service, 2)
+            base = f"http://{service.http_address}/v1"
+            made = AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=60)
+            clients[dialect] = await stack.enter_async_context(made)
+        yield clients
 
 
 @dataclass(frozen=True, slots=True)

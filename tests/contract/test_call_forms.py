@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI
 
-from coordinator.api.service import CoordinatorService
-from outrider.base.aio import until as soon
-from outrider.engine.loading.loader import LoadedModel
-from outrider.settings.coordinator import CoordinatorSettings
-from tests.cluster import Redis, in_process
-from tests.contract.conftest import HEARTBEAT_MS, drafter_serving, verifier_serving
 from tests.contract.test_tools import ASK, CHAT, SCHEMAS, named, streamed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-FORMS = ("qwen3_coder", "glm47", "minimax_m2", "deepseek_v32", "deepseek_v3", "kimi_k2", "cohere", "nemotron")
+DIALECTS = ("qwen3_coder", "glm47", "minimax_m2", "deepseek_v32", "deepseek_v3", "kimi_k2", "cohere", "nemotron")
 SEEDS = 6
 NOTE: dict[str, Any] = {
     "type": "object",
@@ -40,30 +31,6 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": name, "parameters"
 ONE: dict[str, Any] = ASK | {"tools": TOOLS, "max_tokens": 600, "tool_choice": "required", "parallel_tool_calls": False}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def apis(
-    loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[dict[str, AsyncOpenAI]]:
-    """A client for each form, of a coordinator of its own; all of them share the workers."""
-    async with AsyncExitStack() as stack:
-        services, addresses = [], []
-        for form in FORMS:
-            asked: dict[str, Any] = {"http_port": 0, "heartbeat_ms": HEARTBEAT_MS, "worker_wait_s": 5}
-            settings = CoordinatorSettings(tool_parser=form, **asked)
-            services.append(CoordinatorService(settings, redis_server.url))
-            addresses.append(await stack.enter_async_context(in_process(services[-1], settings)))
-        everywhere = {"coordinators": ",".join(addresses)}
-        await stack.enter_async_context(verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), **everywhere))
-        await stack.enter_async_context(drafter_serving(kind="ngram", **everywhere))
-        clients = {}
-        for form, service in zip(FORMS, services, strict=True):
-            assert await soon(lambda at=service: at.ready() and len(at.sessions.worker_pool.connections()) == 2, 20)
-            base = f"http://{service.http_address}/v1"
-            made = AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=60)
-            clients[form] = await stack.enter_async_context(made)
-        yield clients
-
-
 async def asked(api: AsyncOpenAI, gamma: int, **body: Any) -> tuple[str, list[tuple[str, str]], str]:
     """The content of an answer, its calls, and the reason of its end."""
     found = await api.chat.completions.create(**body, extra_body={"speculation": {"gamma": gamma}})
@@ -77,7 +44,7 @@ def check(calls: list[tuple[str, str]]) -> None:
         jsonschema.validate(json.loads(arguments), ALL[name] or {"type": "object", "maxProperties": 0})
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", DIALECTS)
 async def test_calls_are_valid_and_the_same_in_every_way(apis: dict[str, AsyncOpenAI], form: str) -> None:
     drawn = set()
     for seed in range(SEEDS):
@@ -95,7 +62,7 @@ async def test_calls_are_valid_and_the_same_in_every_way(apis: dict[str, AsyncOp
     assert {"note", "get_weather"} <= drawn
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", DIALECTS)
 async def test_several_calls_are_valid(apis: dict[str, AsyncOpenAI], form: str) -> None:
     body = ASK | {"tools": TOOLS[:3], "tool_choice": "required", "max_tokens": 600}
     body["logit_bias"] = {str(ord("_") - ord("!")): 100 * (form == "kimi_k2")}  # <|tool_call_begin, not <|tool_calls
@@ -108,7 +75,7 @@ async def test_several_calls_are_valid(apis: dict[str, AsyncOpenAI], form: str) 
     pytest.fail("one call in each answer")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", DIALECTS)
 async def test_a_call_that_is_cut_is_a_beginning_and_can_be_sent_back(apis: dict[str, AsyncOpenAI], form: str) -> None:
     body = ONE | {"tool_choice": named("note"), "seed": 2}
     _, [(_, whole)], _ = await asked(apis[form], 4, **body)
@@ -131,7 +98,7 @@ async def test_a_call_that_is_cut_is_a_beginning_and_can_be_sent_back(apis: dict
     assert await asked(apis[form], 4, **ONE | {"messages": [*CHAT, *said], "tool_choice": "none", "max_tokens": 4})
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", DIALECTS)
 async def test_text_without_a_call_is_content(apis: dict[str, AsyncOpenAI], form: str) -> None:
     body = ASK | {"tools": TOOLS, "seed": 3, "max_tokens": 30}
     content, calls, reason = await asked(apis[form], 4, **body)
@@ -140,7 +107,7 @@ async def test_text_without_a_call_is_content(apis: dict[str, AsyncOpenAI], form
     assert await asked(apis[form], 0, **body) == (content, calls, reason)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", DIALECTS)
 async def test_a_response_has_the_calls_of_its_chat(apis: dict[str, AsyncOpenAI], form: str) -> None:
     flat: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
     _, calls, _ = await asked(apis[form], 4, **ONE | {"seed": 1})

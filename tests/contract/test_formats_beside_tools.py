@@ -5,23 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict
 
-from coordinator.api.service import CoordinatorService
-from outrider.base.aio import until as soon
 from outrider.engine.loading.loader import LoadedModel
-from outrider.settings.coordinator import CoordinatorSettings
-from tests.cluster import Redis, in_process
-from tests.contract.conftest import HEARTBEAT_MS, drafter_serving, verifier_serving
 from tests.contract.test_tools import ASK, SCHEMAS, TOOLS, named, streamed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -45,30 +37,6 @@ SEEDS = 4
 class Days(BaseModel):
     model_config = ConfigDict(extra="forbid")
     sunny: bool
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def apis(
-    loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[dict[str, AsyncOpenAI]]:
-    """A client for each dialect, of a coordinator of its own; all of them share the workers."""
-    async with AsyncExitStack() as stack:
-        services, addresses = [], []
-        for dialect in DIALECTS:
-            settings = CoordinatorSettings(http_port=0, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5, tool_parser=dialect)
-            services.append(CoordinatorService(settings, redis_server.url))
-            addresses.append(await stack.enter_async_context(in_process(services[-1], settings)))
-        everywhere = {"coordinators": ",".join(addresses)}
-        await stack.enter_async_context(verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), **everywhere))
-        await stack.enter_async_context(drafter_serving(kind="ngram", **everywhere))
-        clients = {}
-        for dialect, service in zip(DIALECTS, services, strict=True):
-            assert await soon(lambda at=service: at.ready() and len(at.sessions.worker_pool.connections()) == 2, 20)
-            base = f"http://{service.http_address}/v1"
-            clients[dialect] = await stack.enter_async_context(
-                AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=60)
-            )
-        yield clients
 
 
 def kind_of(form: str, content: str, calls: list[tuple[str, str]], reason: str) -> str:

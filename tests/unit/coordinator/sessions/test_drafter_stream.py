@@ -20,6 +20,7 @@ from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
+from tests.unit.coordinator.sessions.calls import Sent
 
 
 def guess(**fields: object) -> common.Guess:
@@ -112,21 +113,6 @@ def test_no_drafter_has_worked_longer_than_it_was_heard_nothing_of(ahead: bool) 
     assert limits.bound_us(300, 10.7, ahead=ahead) == 300, "a plausible time is taken as reported"
 
 
-class Sent:
-    """A call that keeps what is sent, and gives these replies."""
-
-    def __init__(self) -> None:
-        self.messages: list[draft.DraftRequest] = []
-        self.replies: list[bytes] = []
-
-    def send(self, message: bytes) -> bool:
-        self.messages.append(draft.DraftRequest.FromString(message))
-        return True
-
-    async def read(self) -> bytes | None:
-        return self.replies.pop(0) if self.replies else None
-
-
 def stream_to_a_drafter() -> tuple[DrafterStream, list[draft.DraftRequest]]:
     model = ModelInfo("m", "f", vocab_size=100)
     connection = WorkerConnection(
@@ -134,7 +120,7 @@ def stream_to_a_drafter() -> tuple[DrafterStream, list[draft.DraftRequest]]:
     )
     record = SessionRecord("s", SessionRequest((1, 2), SamplingParams(temperature=0.0, seed=1, max_tokens=500)))
     stream = DrafterStream(connection, record, model, Span(), 1, PairEstimate(4), PLAIN)
-    stream._call = sent = Sent()
+    stream._call = sent = Sent(draft.DraftRequest)
     return stream, sent.messages
 
 

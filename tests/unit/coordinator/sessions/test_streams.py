@@ -32,6 +32,7 @@ from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc
+from tests.unit.coordinator.sessions.calls import Sent
 
 
 async def test_a_worker_that_left_after_it_was_chosen_is_lost_like_any_other() -> None:
@@ -176,17 +177,6 @@ async def test_a_verifier_that_computes_again_is_not_stuck(monkeypatch: pytest.M
         assert not connection.is_stuck
 
 
-class Sent:
-    """A call to a verifier: what was sent."""
-
-    def __init__(self) -> None:
-        self.messages: list[verify.VerifyRequest] = []
-
-    def send(self, message: bytes) -> bool:
-        self.messages.append(verify.VerifyRequest.FromString(message))
-        return True
-
-
 def test_a_verifier_may_join_plain_steps_only_while_no_guesses_are_made() -> None:
     """From steps that waited for guesses in vain, control learns one by one."""
     record = SessionRecord("s", SessionRequest((1, 2), SamplingParams(seed=1)))
@@ -194,8 +184,7 @@ def test_a_verifier_may_join_plain_steps_only_while_no_guesses_are_made() -> Non
     connection = cast(WorkerConnection, SimpleNamespace(info=info))
     stream = VerifierStream(connection, record, info.model, Span(), VerifySteering())
     assert stream._opening.open.steer.plain_steps == PLAIN_STEPS
-    sent = Sent()
-    stream._call = sent
+    stream._call = sent = Sent(verify.VerifyRequest)
     for steering in (VerifySteering(gamma=4), VerifySteering(nodes=2), VerifySteering(gamma=0)):
         stream.steer(steering)
     steers = [message.steer for message in sent.messages]

@@ -14,6 +14,7 @@ from coordinator.api.http.limits import BodyReader, KeyAuth, RequestIds
 from outrider.base import aio
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.security.api_keys import ApiKeys
+from tests.unit.coordinator.api.http.asgi import sent_by
 
 _CHUNK = bytes(UNCOUNTED)
 
@@ -70,20 +71,12 @@ async def test_a_body_waits_for_the_others() -> None:
 )
 async def test_a_request_without_a_key_is_challenged(path: str, key: bytes, other: bytes, status: int) -> None:
     """As HTTP wants it: some clients send a key only then."""
-    sent: list[Message] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
     headers = [(b"authorization", key), (b"x-api-key", other)]
-    scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
-    await KeyAuth(app, ApiKeys(["k"]), frozenset({"/health"}))(scope, receive, send)
+    sent = await sent_by(KeyAuth(app, ApiKeys(["k"]), frozenset({"/health"})), path=path, headers=headers)
     assert sent[0]["status"] == status
     assert dict(sent[0]["headers"]).get(b"www-authenticate") == (b"Bearer" if status == 401 else None)
 
@@ -99,14 +92,8 @@ async def test_what_is_polled_is_no_event_of_the_log(path: str, status: int, lev
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": status, "headers": []})
 
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        pass
-
     with capture_logs() as lines:
-        await RequestIds(app)({"type": "http", "method": "GET", "path": path, "headers": []}, receive, send)
+        await sent_by(RequestIds(app), path=path)
     assert [(line["event"], line["status"], line["log_level"]) for line in lines] == [("http", status, level)]
 
 

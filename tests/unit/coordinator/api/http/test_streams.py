@@ -13,7 +13,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import Message
 from structlog.testing import capture_logs
 
 from coordinator.api.http import streams
@@ -21,6 +20,7 @@ from coordinator.api.http.failures import on_outrider_error
 from coordinator.api.http.limits import RequestIds
 from coordinator.api.http.streams import EventStream, WholeAnswer, _event
 from outrider.protocol.errors import OutriderError, Overloaded
+from tests.unit.coordinator.api.http.asgi import sent_by
 
 
 def test_an_event_is_one_line_for_all_that_split_lines() -> None:
@@ -77,7 +77,6 @@ class Held:
 async def test_an_answer_that_failed_leaves_nothing_to_the_collector_of_garbage(*, streamed: bool) -> None:
     """Of a stream that failed midway the session, with its prompt, stayed until a collection, which is rare."""
     held: list[weakref.ref[Held]] = []
-    sent: list[Message] = []
 
     async def events() -> AsyncGenerator[dict[str, Any], None]:
         session = Held()
@@ -89,16 +88,10 @@ async def test_an_answer_that_failed_leaves_nothing_to_the_collector_of_garbage(
     async def answer(request: Request) -> Response:
         return await EventStream.start(events())
 
-    async def receive() -> Message:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
     app = Starlette(routes=[Route("/", answer)], exception_handlers={OutriderError: on_outrider_error})
     gc.disable()
     try:
-        await app({"type": "http", "method": "GET", "path": "/", "headers": []}, receive, send)
+        sent = await sent_by(app)
         assert (sent[0]["status"], "full" in str(sent)) == (200 if streamed else 429, True)
         assert [session() for session in held] == [None]
     finally:
@@ -108,7 +101,6 @@ async def test_an_answer_that_failed_leaves_nothing_to_the_collector_of_garbage(
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_internal_error_names_its_line_of_the_log(*, streamed: bool) -> None:
     """A client that reports it tells the operator where to look."""
-    sent: list[Message] = []
 
     async def events() -> AsyncGenerator[dict[str, Any], None]:
         if streamed:
@@ -118,15 +110,9 @@ async def test_an_internal_error_names_its_line_of_the_log(*, streamed: bool) ->
     async def answer(request: Request) -> Response:
         return await EventStream.start(events())
 
-    async def receive() -> Message:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
     app = RequestIds(Router([Route("/", answer)]))
     with capture_logs() as lines:
-        await app({"type": "http", "method": "GET", "path": "/", "headers": []}, receive, send)
+        sent = await sent_by(app)
     assert sent[0]["status"] == (200 if streamed else 500)
     [failed] = [line for line in lines if line["event"] == "request failed"]
     assert f"internal error: KeyError; see the log under {failed['reference']}" in str(sent)
