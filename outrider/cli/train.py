@@ -33,7 +33,7 @@ def train(
     max_tokens: Annotated[int, option("--max-tokens", "Maximum length of a generated text.", min=8)] = 160,
     learn_tokens: Annotated[int, option("--tokens", "Tokens to train on, over all epochs.", min=1)] = 5_000_000,
     num_ids: Annotated[int, option("--vocabulary", "Token ids to draft, the most frequent ones.", min=16)] = 8192,
-    layers: Annotated[int, option("--layers", "Decoder layers to train; medusa has none.", min=1)] = 1,
+    layers: Annotated[int | None, option("--layers", "Trained layers; medusa has none. Default: 1.", min=1)] = None,
     heads: Annotated[int, option("--heads", "Tokens ahead: heads of medusa, a block of dspark.", min=1, max=16)] = 4,
     markov: Annotated[str, option("--markov", "Markov head of dspark: vanilla, gated or rnn.")] = "vanilla",
     exit_layers: Annotated[int, option("--exit-layers", "First layers of the target, for early-exit.", min=1)] = 4,

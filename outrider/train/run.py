@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from transformers import AutoConfig
 
 from outrider.base.atomic_files import room_for
 from outrider.base.config import home
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions, pick_device
+from outrider.engine.loading.selection import startup_errors
 from outrider.models.hub import locate, locate_safetensors
-from outrider.models.pretrained import load_whole
+from outrider.models.pretrained import empty_model, load_whole
 from outrider.models.tokenizer import read_tokenizer
 from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -31,7 +33,7 @@ from outrider.train.data import DataRecipe, Dataset, Example, TrainingPrompt
 from outrider.train.fit import frequent_ids
 from outrider.train.methods.eagle import EagleMethod
 from outrider.train.methods.interface import Method, TrainingInputs
-from outrider.train.methods.language_model import LanguageMethod, distilled, early_exit
+from outrider.train.methods.language_model import LanguageMethod, distilled, early_exit, shortened
 from outrider.train.methods.medusa import MedusaMethod
 from outrider.train.methods.published_markov import MARKOV_HEADS
 from outrider.train.published.method import FORMATS, MODEL, DsparkMethod, Eagle3Method, TrainedCheckpoint, state_layers
@@ -52,7 +54,7 @@ class TrainingOrder:
     max_tokens: int = 160
     learn_tokens: int = 5_000_000
     num_ids: int = 8_192
-    layers: int = 1  # trained layers
+    layers: int = 0  # trained layers; 0: one, or those of `start`
     heads: int = 4  # tokens ahead: of Medusa, of a block of DSpark
     markov: str = "vanilla"  # kind of DSpark's Markov head
     exit_layers: int = 4  # layers of the target that an early exit uses
@@ -111,6 +113,13 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
         card, _ = cards.load(cards.locate(order.start, order.method), order.method)
         digest = read_embeddings_and_head(order.target, watcher.on_status).digest
         card.check_target(Path(order.start), order.target, digest)
+        if order.layers not in (0, started := card.shape["layers"]):
+            raise StartupError.of("layers", order.layers, f"{started}, as {order.start} has, or absent")
+    order = replace(order, layers=order.layers or 1)
+    if order.method == "early-exit":  # likewise
+        with startup_errors(order.target), torch.device("meta"):
+            config = AutoConfig.from_pretrained(locate(order.target, watcher.on_status), trust_remote_code=False)
+            shortened(empty_model(config), exit_layers=order.exit_layers, layers=order.layers)
     info, recipe, examples, held_out_examples = _data(order, prompts, held_out, watcher)
     target_weights, method = _method(order, device, examples, info.vocab_size, watcher)
     if order.restart:

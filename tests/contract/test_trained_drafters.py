@@ -227,6 +227,25 @@ def test_orders_that_cannot_be(order: TrainingOrder, tmp_path: Path, change: dic
         run.train(replace(order, out=tmp_path / "out", **change), Watched())
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"method": "early-exit", "exit_layers": 2}, "exit_layers is 2, must be at most 1 beside 1"),
+        ({"method": "early-exit", "exit_layers": 1, "layers": 2}, "exit_layers is 1, must be at most 0 beside 2"),
+        ({"layers": 2}, "layers is 2, must be 1, as .* has, or absent"),
+    ],
+)
+def test_layers_that_cannot_be_are_refused_before_texts_are_written(
+    order: TrainingOrder, made: dict[str, Made], tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    changed = replace(order, out=tmp_path / "out", data_home=tmp_path / "data", **change)
+    if changed.method == "eagle":
+        changed = replace(changed, start=str(made["eagle"].folder))
+    with pytest.raises(StartupError, match=said):
+        run.train(changed, Watched())
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_full_disk_is_told(order: TrainingOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

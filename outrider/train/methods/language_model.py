@@ -58,7 +58,12 @@ class LanguageMethod:
 
 def early_exit(inputs: TrainingInputs, *, exit_layers: int, layers: int) -> LanguageMethod:
     """Return the method for the target's first layers and a few trained ones, which begin as copies of its last."""
-    target = inputs.target
+    target = shortened(inputs.target, exit_layers=exit_layers, layers=layers)
+    return LanguageMethod(target, inputs.target_weights, inputs.ids, {"exit_layers": exit_layers, "layers": layers})
+
+
+def shortened(target: PreTrainedModel, *, exit_layers: int, layers: int) -> PreTrainedModel:
+    """Return a target cut to an early exit; raise StartupError for one that has none."""
     body: Any = target.base_model
     own_layers = getattr(body, "layers", None)
     if own_layers is None or getattr(body, "norm", None) is None:
@@ -82,7 +87,7 @@ def early_exit(inputs: TrainingInputs, *, exit_layers: int, layers: int) -> Lang
     target.requires_grad_(requires_grad=False)
     for part in (*body.layers[exit_layers:], body.norm):
         part.requires_grad_(requires_grad=True)
-    return LanguageMethod(target, inputs.target_weights, inputs.ids, {"exit_layers": exit_layers, "layers": layers})
+    return target
 
 
 def distilled(inputs: TrainingInputs, *, hidden: int, layers: int) -> LanguageMethod:
