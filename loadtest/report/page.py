@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from loadtest.report.plots import Plot, plots
 from loadtest.report.summary import Counts, Percentiles, Summary
 
@@ -232,4 +234,10 @@ def write(summary: Summary, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page(Summary.model_validate_json(sys.stdin.read())))
+    try:
+        given = Summary.model_validate_json(sys.stdin.buffer.read())
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "as a whole"
+        sys.exit(f"standard input is not the summary.json of a run: {place}: {first['msg']}")
+    sys.stdout.write(page(given))

@@ -8,11 +8,11 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,7 +21,7 @@ from rich.table import Column, Table
 
 from outrider.base.config import home, option, redis_url
 from outrider.cli import options
-from outrider.client.sync import DEFAULT_ENDPOINT, Client
+from outrider.client.sync import DEFAULT_ENDPOINT
 from outrider.models.hub import DEFAULT, default_path, locate
 from outrider.protocol.errors import OutriderError, StartupError, Unauthenticated
 from outrider.runtime.embedded_redis import check_redis, embedded_redis
@@ -50,9 +50,13 @@ def doctor(
     port: Annotated[int, option("--port", "Port to check for `outrider up`.", min=0, max=65535)] = 50050,
 ) -> None:
     """Check Python, torch, device, memory, disk, model files, Redis, ports and running peers."""
-    client = options.connect(context.params)
     findings = [Finding("python", "ok", platform.python_version())]
-    findings += [*_torch(), *_memory(), *_models(target), *_redis(), *_port(port), *_peers(client, endpoint)]
+    checks = {"torch": _torch(), "memory": _memory(), "target": _models(target), "redis": _redis(), "port": _port(port)}
+    for name, check in (checks | {"coordinator": _peers(context.params, endpoint)}).items():
+        try:
+            findings += check
+        except (OutriderError, OSError) as error:  # such as a file in a flag or a variable: the others follow
+            findings.append(Finding(name, "bad", str(error)))
     table = Table("", "", Column("", overflow="fold"), Column("what to do", overflow="fold"), box=None)
     marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad[/red]"}
     for finding in findings:
@@ -141,8 +145,8 @@ def _port(port: int) -> Iterator[Finding]:
     yield Finding("port", "ok", f"{port} is free")
 
 
-def _peers(client: Client, endpoint: str) -> Iterator[Finding]:
-    with client:
+def _peers(flags: Mapping[str, Any], endpoint: str) -> Iterator[Finding]:
+    with options.connect(flags) as client:
         try:
             server = client.server()
         except Unauthenticated as error:

@@ -113,8 +113,12 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
         first = vocab[:count] if isinstance(vocab, list) else {token: at for token, at in vocab.items() if at < count}
         parts["model"]["vocab"] = first
         made = Tokenizer.from_str(json.dumps(parts))
-    names = ("bos_token", "eos_token", "unk_token", "pad_token", "add_eos_token")
-    kept = {name: getattr(found, name) for name in names} | {"tokenizer_object": made, "add_bos_token": add_bos}
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    last = fields["tokens"].contents(-1)  # as transformers reads an id of -1
+    kept = {
+        it: getattr(found, it) for it, key in names.items() if f"{key}_token_id" in fields or getattr(found, it) != last
+    }
+    kept |= {"tokenizer_object": made, "add_bos_token": add_bos, "add_eos_token": found.add_eos_token}
     named = {name[24:]: it.contents() for name, it in fields.items() if name.startswith("tokenizer.chat_template.")}
     default = found.chat_template
     kept["chat_template"] = {"default": default, **named} if named and default else default
@@ -150,6 +154,10 @@ class _FastReader(gguf.GGUFReader):
 def _read_once(source: Path) -> Iterator[gguf.GGUFReader]:
     """Return a file's reader, which transformers also uses inside: it would read all names and tokens several times."""
     reader, original = _FastReader(source), gguf.GGUFReader
+    number = len(reader.fields["tokenizer.ggml.tokens"].data)
+    for name, field in list(reader.fields.items()):
+        if name.endswith("_token_id") and not 0 <= field.contents() < number:  # such as -1: there is none
+            del reader.fields[name]
     gguf.GGUFReader = lambda at: reader if Path(at).samefile(source) else original(at)  # type: ignore[assignment,misc]
     try:
         yield reader

@@ -19,7 +19,7 @@ def add_positions(config: Any, reader: Any) -> None:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     scaling = {name: value for name, value in fields.items() if name.startswith("scal")}
     factors = {it.name: it.data.tolist() for it in reader.tensors if it.name.startswith(("rope_f", "blk.0.rope_f"))}
-    usual.update(rope_of(scaling, factors, config.max_position_embeddings))
+    usual.update(rope_of(scaling, factors, getattr(config, "max_position_embeddings", 0)))
 
 
 def rope_of(given: dict[str, Any], factors: dict[str, list[float]], context: int) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
         except StartupError:
             raise
         except Exception as error:  # the file may be anything
-            message = f"{source.name} cannot be read as a GGUF file: {error}"
+            message = f"{source.name} cannot be read as a GGUF file, copy or download it again if it is one: {error}"
             raise StartupError(message, field="target", value=str(source), limit="a whole GGUF file") from error
         _sync(scratch)
         folder.mkdir(exist_ok=True)

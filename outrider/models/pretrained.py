@@ -51,7 +51,12 @@ def load_whole(name: str, folder: Path | str, **loading: Any) -> PreTrainedModel
     """Load a model, in float32 unless told otherwise; raise StartupError for weights missing or left out as scales."""
     loading = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False} | loading
     config = loading.setdefault("config", dequantized(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
-    model, found = auto_class(config).from_pretrained(folder, output_loading_info=True, **loading)
+    try:
+        model, found = auto_class(config).from_pretrained(folder, output_loading_info=True, **loading)
+    except ImportError as error:  # of a package that reads a format
+        stored = (getattr(config, "quantization_config", None) or {}).get("quant_method", "another format")
+        limit = "not quantised, in fp8 or a GGUF file; or use --engine vllm, which reads more formats"
+        raise StartupError.of("target", f"{name}, quantised by {stored}", limit) from error
     if missing := found["missing_keys"]:  # transformers would draw them
         raise StartupError.of("target", f"{name} without {', '.join(sorted(missing)[:3])}", "with all its weights")
     if unread := unread_beside(found["unexpected_keys"], dict(model.named_parameters())):

@@ -29,6 +29,7 @@ log = structlog.get_logger(__name__)
 RETRY_S = 0.5
 _MIN_HEARTBEAT_MS = 50  # as of the coordinator's setting
 _VOCABULARY_CHUNK = 8192
+_KEY_ADVICE = "; set --fleet-key, or for a drafter --drafter-key, to the coordinator's"
 
 
 @dataclass(eq=False)
@@ -48,11 +49,12 @@ class RegistrationClient:
                 await self._report_to(address)
             except grpc.aio.AioRpcError as lost:
                 error = error_from_rpc(lost)
-                if error.message != self._last_errors.get(address):  # log each error once, not at every attempt
-                    self._last_errors[address] = error.message
+                message = error.message + (_KEY_ADVICE if isinstance(error, Unauthenticated) else "")
+                if message != self._last_errors.get(address):  # log each error once, not at every attempt
+                    self._last_errors[address] = message
                     level = log.error if isinstance(error, ModelMismatch | Unauthenticated) else log.info
-                    level("not registered", coordinator=address, error=error.message)
-                    report_progress(f"not registered: {error.message}")
+                    level("not registered", coordinator=address, error=message)
+                    report_progress(f"not registered: {message}")
             except asyncio.InvalidStateError:
                 log.info("registration ended during a write", coordinator=address)
             await asyncio.sleep(RETRY_S)

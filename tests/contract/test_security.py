@@ -219,6 +219,8 @@ async def test_a_worker_with_a_wrong_key_says_so_and_keeps_trying() -> None:
                 assert await soon(lambda: bool(told()), 10)
                 assert strict.sessions.worker_pool.connections() == []
             assert [entry["log_level"] for entry in told()] == ["error"], "once, and loud"
+            assert "--fleet-key" in told()[0]["error"], "the flag to set"
+            assert "--drafter-key" in told()[0]["error"]
             assert "wrong" not in str(logs)
             # The operator gives the coordinator the key that the worker has.
             mended = CoordinatorService(settings("wrong"), NO_REDIS)

@@ -6,10 +6,12 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from outrider.base.config import KV_TOKENS
@@ -232,7 +234,9 @@ def startup_errors(name: str, architecture: str = "") -> Iterator[None]:
         problem = f"{name} cannot be served, {architecture} is not a model that Outrider can run"
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
             problem = f"there is not enough memory for {name} and its KV cache, --kv-tokens"
-        problem = f"{problem if architecture else f'cannot load model {name!r}'}: {error_text(error)}"
+        damaged = isinstance(error, SafetensorError | JSONDecodeError) or "not a valid JSON" in str(error)
+        told = ", a file of it is damaged or incomplete, copy or download it again" if damaged else ""
+        problem = f"{problem if architecture else f'cannot load model {name!r}{told}'}: {error_text(error)}"
         raise StartupError(problem, field="target", value=name, limit="see docs/targets.md") from error
 
 

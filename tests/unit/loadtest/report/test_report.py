@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -420,3 +422,12 @@ def test_sorts_are_told_apart() -> None:
         RequestGroup("http", "code"),
         RequestGroup("http", "chat"),
     }
+
+
+@pytest.mark.parametrize("given", [b"", b"\xff", b"{}"])
+def test_the_report_of_a_file_that_is_no_summary_is_refused_in_a_sentence(given: bytes) -> None:
+    command = [sys.executable, "-m", "loadtest.report.page"]
+    done = subprocess.run(command, input=given, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, b"")
+    (told,) = done.stderr.decode().splitlines()
+    assert told.startswith("standard input is not the summary.json of a run: ")

@@ -64,6 +64,23 @@ def test_a_home_that_cannot_be_used_is_told(
     assert [finding.state for finding in doctor._models(doctor.DEFAULT)] == ["note"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "variables", "name"),
+    [([], {"REDIS_URL": "@/nowhere"}, "redis"), (["--tls-ca=/nowhere"], {}, "coordinator")],
+)
+def test_a_check_that_fails_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], variables: dict[str, str], name: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    result = CliRunner().invoke(app, ["doctor", f"--endpoint=127.0.0.1:{free_port()}", *arguments])
+    states = {line.split()[1]: line.split()[0] for line in result.output.splitlines() if line.split()}
+    assert (result.exit_code, states[name]) == (1, "bad"), result.output
+    assert {"python", "torch", "memory", "redis", "port", "coordinator"} <= states.keys()
+    assert "cannot read /nowhere" in result.output
+
+
 def _locked(path: Path, **_: object) -> os.stat_result:
     raise PermissionError(errno.EACCES, "Permission denied", str(path))
 

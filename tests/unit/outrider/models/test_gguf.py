@@ -253,6 +253,24 @@ def test_a_turn_ends_a_text_even_if_the_file_does_not_name_its_end(
     assert load_tokenizer(Path(folder)).decode(config.eos_token_id, skip_special_tokens=True) == ""
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_an_id_of_minus_one_names_no_token(
+    engine: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such files were refused, and without their padding the last token would be left out of texts as a special one."""
+    for kind, key in (("bos", "bos"), ("pad", "padding")):
+        add = partial(gguf.GGUFWriter.add_int32, key=f"tokenizer.ggml.{key}_token_id", val=-1)
+        monkeypatch.setattr(gguf.GGUFWriter, f"add_{kind}_token_id", lambda writer, _, add=add: add(writer))
+    monkeypatch.setattr(
+        gguf.GGUFWriter, "add_eos_token_id", lambda writer, at: writer.add_uint32("tokenizer.ggml.eos_token_id", at - 1)
+    )
+    path = write_gguf(tmp_path / "none.gguf", SMALL, lambda _: "Q8_0", architecture)
+    loaded = load_model(str(path), options(engine=engine))
+    assert gguf_files.EOS not in (loaded.tokenizer.pad_token, loaded.tokenizer.bos_token)  # the last of the file
+    assert loaded.engine.info.eos_token_ids == (SMALL.vocab - 2, SMALL.vocab - 1)  # the last ends a turn by its name
+
+
 @pytest.mark.parametrize("part", [0.0, 0.2, 0.9], ids=["empty", "header", "most"])
 def test_a_broken_file_is_told_in_a_sentence(part: float, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "whole.gguf", SMALL, lambda _: "Q8_0")

@@ -1,0 +1,57 @@
+"""Model files that cannot be read are told with what to do, not in libraries' words alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import BloomConfig, BloomForCausalLM
+
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions
+from outrider.protocol.errors import StartupError
+from outrider.testing.toy_models import make_model
+from tests import gguf_files
+
+OPTIONS = EngineOptions(device="cpu", kv_tokens=512)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model", seed=3)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])
+def test_a_damaged_file_is_to_be_copied_again(folder: Path, name: str) -> None:
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(StartupError, match="a file of it is damaged or incomplete, copy or download it again"):
+        load_model(str(folder), OPTIONS)
+
+
+def test_a_damaged_gguf_file_is_to_be_copied_again(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(StartupError, match=r"model\.gguf cannot be read as a GGUF file, copy or download it again"):
+        load_model(str(tmp_path / "model.gguf"), OPTIONS)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
+def test_weights_in_a_format_that_needs_a_package_are_refused_by_its_name(folder: Path, method: str) -> None:
+    """None of the packages is installed with `outrider[models]`."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 128, "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartupError, match=rf"quantised by {method}, must be not quantised, .*--engine vllm"):
+        load_model(str(folder), OPTIONS)
+
+
+def test_bloom_is_refused_by_the_reason_in_a_gguf_file_too(tmp_path: Path) -> None:
+    """Its configuration names no longest text, which was taken for a file that cannot be read."""
+    config = BloomConfig(
+        vocab_size=288, hidden_size=64, n_layer=2, n_head=2, intermediate_size=256, num_key_value_heads=2
+    )
+    body = BloomForCausalLM(config).transformer  # whose names are those in gguf's list
+    path = gguf_files.write_model(tmp_path / "bloom.gguf", body, "bloom", {"attention.layer_norm_epsilon": 1e-5})
+    with pytest.raises(StartupError, match="its attention does not go through transformers' attention interface"):
+        load_model(str(path), OPTIONS)
