@@ -111,4 +111,9 @@ async def _continued(targets: Sequence[Vocabulary], requests: _Requests) -> Voca
 def _worker(request: pb.RegisterRequest) -> WorkerInfo:
     if request.WhichOneof("message") != "worker":
         raise InvalidRequest.of("message", request.WhichOneof("message") or "empty", "worker")
-    return convert.worker_from_proto(request.worker)
+    worker = convert.worker_from_proto(request.worker)
+    if not worker.kind:
+        raise InvalidRequest.of("worker.kind", "empty", "target for a verifier, else the drafter's kind")
+    if not worker.capacity:
+        raise InvalidRequest.of("worker.capacity", 0, "at least 1 session")
+    return worker

@@ -198,6 +198,7 @@ _OPENINGS = {
     "prompt_length 0": (opening(PROMPT, prompt_length=0), "open.prompt_length", "0", "[1, 40]"),
     "prompt_length 41": (opening(PROMPT, prompt_length=41), "open.prompt_length", "41", "[1, 40]"),
     "no seed": (opening(PROMPT, seed=None), "params.seed", "absent", "given"),
+    "no limit": (opening(PROMPT, max_tokens=None), "params.max_tokens", "absent", "given"),
     "over the context": (opening(PROMPT, max_tokens=CONTEXT), "params.max_tokens", "2048", "at most 2008"),
     "nothing left": (opening(PROMPT, prompt_length=30, max_tokens=10), "open.tokens", "10 output", "fewer than"),
     "temperature": (opening(PROMPT, temperature=-1.0), "params.temperature", "-1.0", "[0, 10]"),

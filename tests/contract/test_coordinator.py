@@ -328,6 +328,7 @@ async def test_model_and_server_info(house: House, loaded: LoadedModel) -> None:
 
 def worker(as_role: pb.Role.ValueType, model: common.ModelInfo, **fields: Any) -> pb.RegisterRequest:
     given = {"worker_id": secrets.token_hex(4), "role": as_role, "address": f"127.0.0.1:{free_port()}", "kind": "test"}
+    given["capacity"] = 8
     return pb.RegisterRequest(worker=pb.Worker(model=model, **(given | fields)))
 
 
@@ -401,7 +402,9 @@ async def test_a_worker_that_registers_again_is_the_same_one(house: House) -> No
 async def test_worker_of_another_coordinator_comes_and_goes_with_redis(house: House) -> None:
     """Its coordinator dies without a word: the record ends by its time to live."""
     other = Store(house.redis.url, "another-coordinator", 60)
-    info = WorkerInfo("far-away", Role.DRAFTER, f"127.0.0.1:{free_port()}", ModelInfo("any", "any"), draining=True)
+    info = WorkerInfo(
+        "far-away", Role.DRAFTER, f"127.0.0.1:{free_port()}", ModelInfo("any", "any"), "test", draining=True
+    )
     try:
         await other.put_worker(info, ttl_ms=60_000)
 
@@ -507,7 +510,7 @@ async def test_drafter_learns_the_first_difference_of_a_large_vocabulary(
     """It differs early, and the drafter is still showing the rest when it is refused."""
     vocabulary = Vocabulary((*loaded.vocabulary.tokens[:3], "three", *(f"token {i} " * 20 for i in range(100_000))))
     model = ModelInfo("large", "large", vocabulary_digest=vocabulary.digest)
-    info = WorkerInfo("large", Role.DRAFTER, "127.0.0.1:1", model)
+    info = WorkerInfo("large", Role.DRAFTER, "127.0.0.1:1", model, "test")
     enlistment = RegistrationClient([house.coordinator], lambda: info, vocabulary)
     with structlog.testing.capture_logs() as logs:
         running = asyncio.create_task(enlistment.run())

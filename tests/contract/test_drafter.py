@@ -260,6 +260,7 @@ async def test_full_drafter_refuses(models: Models) -> None:
         ({"vocab_size": 0}, "open.vocab_size"),
         ({"vocab_size": 2**32 - 1}, "open.vocab_size"),
         ({"seed": None}, "params.seed"),
+        ({"max_tokens": None}, "params.max_tokens"),
         ({"temperature": -1.0}, "params.temperature"),
         ({"gamma": 65}, "steer.gamma"),
         ({"branches": 9}, "steer.branches"),

@@ -208,7 +208,7 @@ def test_a_coordinator_that_is_told_to_leave_ends_its_streams_without_a_trace_ba
     def report(number: int) -> None:
         def says() -> Iterator[pb.RegisterRequest]:
             worker = pb.Worker(worker_id=f"w{number}", role=pb.ROLE_DRAFTER, address=f"127.0.0.1:{number + 1}")
-            worker.model.name = "any"
+            worker.model.name, worker.kind, worker.capacity = "any", "test", 1
             yield pb.RegisterRequest(worker=worker)
             leave.wait(30)
 

@@ -89,7 +89,7 @@ async def test_a_stream_is_about_the_worker_it_began_with(desk: Desk) -> None:
         saying("liar", address="127.0.0.1:9"),
         saying("liar", kind="suffix"),
         pb.RegisterRequest(
-            worker=pb.Worker(worker_id="liar", role=pb.ROLE_DRAFTER, address="127.0.0.1:1", kind="test")
+            worker=pb.Worker(worker_id="liar", role=pb.ROLE_DRAFTER, address="127.0.0.1:1", kind="test", capacity=4)
         ),
     ):
         async with registering(desk, other) as honest, registering(desk, saying("liar")) as liar:
@@ -102,6 +102,18 @@ async def test_a_stream_is_about_the_worker_it_began_with(desk: Desk) -> None:
             await honest.write(saying("other", address="127.0.0.1:2", draining=True, capacity=9))
             assert await soon(lambda: desk.worker("other").draining, 5), "of itself it may"
         assert await soon(lambda: desk.worker("other") is None and desk.worker("liar") is None, 5)
+
+
+@pytest.mark.parametrize(("field", "given", "limit"), [("kind", "", "kind"), ("capacity", 0, "at least 1 session")])
+async def test_a_worker_of_no_kind_or_without_room_is_refused(desk: Desk, field: str, given: Any, limit: str) -> None:
+    """Sessions choose drafters by kind, and nothing would ever run where no session fits."""
+    error = await refusal(desk, saying("d", **{field: given}))
+    assert (type(error), error.field) == (InvalidRequest, f"worker.{field}")
+    assert limit in error.limit
+    async with registering(desk, saying("d")) as call:
+        assert (await call.read()).accepted
+        await call.write(saying("d", **{field: given}))
+        assert (await failure(call))[1].field == f"worker.{field}", "in a report likewise"
 
 
 @pytest.mark.parametrize("given", ["a-host", "127.0.0.1:99999", "unix:///etc/passwd"])

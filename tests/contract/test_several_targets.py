@@ -207,7 +207,7 @@ async def test_metrics_are_per_model(both: Both) -> None:
 async def test_a_verifier_with_another_target_of_the_same_name_is_refused(both: Both) -> None:
     pool = both.service.sessions.worker_pool
     ours = pool.targets.named("target").info
-    other = WorkerInfo("other", Role.VERIFIER, "127.0.0.1:1", replace(ours, fingerprint="another"))
+    other = WorkerInfo("other", Role.VERIFIER, "127.0.0.1:1", replace(ours, fingerprint="another"), "target")
     with pytest.raises(ModelMismatch, match="serves target, the others target; first difference: fingerprint"):
         pool.compatibility.check(other)
 
