@@ -245,7 +245,7 @@ async def test_an_agent_with_auto_calls_and_ends(agent: Agent, gamma: int) -> No
 async def test_stop_strings_cut_before_marks_are_read(
     agent: Agent, stop: str, content: str, calls: int, reason: str
 ) -> None:
-    body = ASK | agent.script("Z", THOUGHT, "Q", OPEN) | {"parallel_tool_calls": False, "stop": stop}
+    body = ASK | agent.script("Z", THOUGHT, "Q", OPEN, "a") | {"parallel_tool_calls": False, "stop": stop}
     found = (await agent.api.chat.completions.create(**body)).choices[0]
     assert found.message.reasoning_content == "Z"
     assert (found.message.content or "").startswith(content)

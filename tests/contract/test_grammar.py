@@ -309,7 +309,7 @@ async def test_a_drafter_without_the_targets_tokenizer_drafts_all_the_same(model
 async def test_every_guess_fits(models: Models, loaded: LoadedModel, kind: str, branches: int) -> None:
     """What has come again and again goes on with cdab, and only cda is allowed to."""
     prompt = list(loaded.tokenizer.encode("abcd" * 8 + "ab"))
-    form = "cda[xy]{2,}"
+    form = "cda[xy]{3,}"
     guide = GrammarCompiler(lambda: tokenizer_json(loaded.tokenizer), [END]).compile(
         SamplingParams(grammar=Form(regex=form))
     )

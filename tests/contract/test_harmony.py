@@ -1,7 +1,7 @@
 """A gpt-oss of random weights as agents use it, in processes of its own: thoughts, calls and formats in harmony.
 
 Its answers are noise, held by grammars alone. Biases make it likely that messages begin and end, and that a final one
-is not the first.
+is not the first. The model adds little to them, so that its weights and the processor's arithmetic do not decide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.harmony import harmony_tokenizer, make_gpt_oss
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 KNOWN = harmony_tokenizer().get_vocab()
-LIKELY = {"<|end|>": 5, "<|return|>": 5, "<|message|>": 2, "<|channel|>": 2, "Ġ": -0.5, "a": 0.5, "f": -2}
+LIKELY = {"<|end|>": 4, "<|return|>": 5, "<|message|>": 2, "<|channel|>": 2, "Ġ": -0.5, "f": -2}
 BIAS = {str(KNOWN[token]): bias for token, bias in LIKELY.items()}
 ASK: dict[str, Any] = {"model": "", "messages": CHAT, "max_tokens": 3000, "temperature": 1, "logit_bias": BIAS}
 CALLS: dict[str, Any] = ASK | {"tools": TOOLS, "tool_choice": "required"}
@@ -34,7 +34,7 @@ FORM: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    target = make_gpt_oss(tmp_path_factory.mktemp("gpt-oss"))
+    target = make_gpt_oss(tmp_path_factory.mktemp("gpt-oss"), sharpness=0.1)
     fleet = Cluster(tmp_path_factory.mktemp("fleet"))
     fleet.add_coordinator()
     fleet.add_verifier(target)

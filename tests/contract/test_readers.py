@@ -8,7 +8,8 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -34,25 +35,34 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 SEATS = 8
 TOKENS = 400
 WRITE_S = 1.5
+SEND_BUFFER = 16 * 1024
 LONG: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 20}
 SMALL_WINDOW = [*channel_options(), ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+
+
+@asynccontextmanager
+async def serving(loaded: LoadedModel, redis_url: str, folder: Path, send_buffer: int = 0) -> AsyncIterator[Home]:
+    """Few seats, and little patience with clients. 0: the kernel chooses how much it takes for them."""
+    settings = CoordinatorSettings(
+        http_port=0, heartbeat_ms=100, max_sessions=SEATS, max_request_sessions=SEATS, write_timeout_s=WRITE_S
+    )
+    service = CoordinatorService(settings, redis_url)
+    async with (
+        in_process(service, settings) as coordinator,
+        verifier_serving(loaded, folder, coordinators=coordinator),
+    ):
+        if send_buffer:
+            service._http._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        home = Home(coordinator, service, loaded)
+        await home.knows(0)
+        yield home
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def small(
     loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Home]:
-    """Few seats, and little patience with clients."""
-    settings = CoordinatorSettings(
-        http_port=0, heartbeat_ms=100, max_sessions=SEATS, max_request_sessions=SEATS, write_timeout_s=WRITE_S
-    )
-    async with AsyncExitStack() as exits:
-        service = CoordinatorService(settings, redis_server.url)
-        coordinator = await exits.enter_async_context(in_process(service, settings))
-        folder = tmp_path_factory.mktemp("tokenizer")
-        await exits.enter_async_context(verifier_serving(loaded, folder, coordinators=coordinator))
-        small = Home(coordinator, service, loaded)
-        await small.knows(0)
+    async with serving(loaded, redis_server.url, tmp_path_factory.mktemp("tokenizer")) as small:
         yield small
 
 
@@ -88,16 +98,21 @@ async def to_the_end(call: Any) -> None:
         continue
 
 
-async def test_an_http_client_that_never_reads_keeps_no_seat(small: Home) -> None:
+async def test_an_http_client_that_never_reads_keeps_no_seat(
+    loaded: LoadedModel, redis_server: Redis, tmp_path: Path
+) -> None:
+    """A kernel takes up to 4 MB that nobody reads: the whole answer, if it is written in a few large parts."""
     body = {"prompt": "Nobody reads this. ", "n": SEATS, **LONG}
-    with asked(small, body) as connection:
-        assert await soon(lambda: going(small) == SEATS, 10)
-        assert await soon(lambda: going(small) == 0, 30), "a seat ends with its generation"
-        async with client(small.coordinator) as stub:
-            assert len((await generate(stub, ask("Others are served.", max_tokens=4, ignore_eos=True))).token_ids) == 4
-        assert await soon(lambda: len(small.service.sessions.live) == 0, WRITE_S + 5), "and it is not waited for"
-        with pytest.raises(ConnectionError):
-            await read(connection)
+    async with serving(loaded, redis_server.url, tmp_path, SEND_BUFFER) as small:
+        with asked(small, body) as connection:
+            assert await soon(lambda: going(small) == SEATS, 10)
+            assert await soon(lambda: going(small) == 0, 30), "a seat ends with its generation"
+            async with client(small.coordinator) as stub:
+                output = await generate(stub, ask("Others are served.", max_tokens=4, ignore_eos=True))
+            assert len(output.token_ids) == 4
+            assert await soon(lambda: len(small.service.sessions.live) == 0, WRITE_S + 5), "and it is not waited for"
+            with pytest.raises(ConnectionError):
+                await read(connection)
 
 
 async def test_a_grpc_client_that_never_reads_keeps_no_seat(small: Home) -> None:
