@@ -25,7 +25,7 @@ def rule_of(answer: Grammar, dialect: Dialect) -> str:
         unlike = "" if dialect is HARMONY else f" & ~/(\\s|{'|'.join(map(re.escape, starts))})(.|\\n)*/"
         return f"answer: ANSWER\nANSWER: /{pattern}/{unlike}"
     schema = json.loads(answer.json_schema) if answer.json_schema else {"type": "object"}
-    if not dialect.anywhere:  # the condition is for the answer, not for parts of it that refer to the whole
+    if dialect.bare:  # the condition is for the answer, not for parts of it that refer to the whole
         whole = {"$defs": {"answer": placed(schema, "#/$defs/answer")}, "allOf": _NO_CALL}
         schema = {"x-guidance": schema.get("x-guidance", {}), **whole}
     return f"answer: %json {json.dumps(guided(schema))}"
@@ -40,5 +40,5 @@ def call_schema(name: str, schema: Any, dialect: Dialect) -> dict[str, Any]:
 
 def call_starts(dialect: Dialect, names: Collection[str], *, formatted: bool) -> tuple[str, ...]:
     """Return the texts, without blanks, with which an answer of calls begins; none where calls may follow text."""
-    heads = [] if dialect.anywhere else list(map(dialect.head, names)) if formatted else ["{"]
+    heads = [] if not dialect.bare else list(map(dialect.head, names)) if formatted else ["{"]
     return tuple("".join(one.split()) for one in [dialect.opener] * (formatted or not dialect.anywhere) + heads if one)

@@ -52,7 +52,7 @@ class AnswerParser:
         self._think, self._thought = self._marks = manner.thoughts  # the latter without thoughts
         self._formatted = formatted
         self._starts = call_starts(dialect, names, formatted=formatted) if names else ()
-        self._opener = dialect.opener if names and dialect.anywhere and not formatted else ""
+        self._openers = (dialect.opener, dialect.alone) if names and dialect.anywhere and not formatted else ()
         self._names = names
         self._state = _State.REASONING if manner.thinking else _State.START if manner.thinks else _State.OPENING
         self._text = ""  # not yet parsed
@@ -102,11 +102,11 @@ class AnswerParser:
             case _State.START:
                 return self._start()
             case _State.REASONING:
-                return self._until(self._thought, PartKind.REASONING, _State.OPENING)
+                return self._until((self._thought,), PartKind.REASONING, _State.OPENING)
             case _State.OPENING:
                 return self._opening()
             case _State.CONTENT:
-                return self._until(self._opener, PartKind.CONTENT, _State.CALLS)
+                return self._until(self._openers, PartKind.CONTENT, _State.CALLS)
             case _State.CALLS:
                 return self._between_calls()
             case _State.CALL:
@@ -138,14 +138,14 @@ class AnswerParser:
             self._state = _State.CALLS
         return True
 
-    def _until(self, mark: str, kind: PartKind, then: _State) -> bool:
-        """Pass on text up to a mark; an end that may begin the mark waits."""
-        at = self._text.find(mark) if mark else -1
-        if at >= 0:
+    def _until(self, marks: Collection[str], kind: PartKind, then: _State) -> bool:
+        """Pass on text up to the first of these marks; an end that may begin one waits."""
+        if found := [(at, mark) for mark in filter(None, marks) if (at := self._text.find(mark)) >= 0]:
+            at, mark = min(found)
             self._emit(kind, self._text[:at])
             self._text, self._opened, self._state = self._text[at + len(mark) :], mark, then
             return True
-        keep = 0 if self._ended else overlap(self._text, mark, len(mark))
+        keep = max((overlap(self._text, mark, len(mark)) for mark in marks), default=0) * (not self._ended)
         self._emit(kind, self._text[: len(self._text) - keep])
         self._text = self._text[len(self._text) - keep :]
         return False
@@ -191,7 +191,7 @@ class AnswerParser:
         head = head_of(dialect)[0].match(text, 0, _MOST) if self._expected else None
         if head is None or head[1] not in names:
             return None
-        if not dialect.key:
+        if not dialect.value:
             return _CallScanner(names, head.re)
         return TaggedScanner(dialect, head, names[head[1]] if isinstance(names, Mapping) else {})
 

@@ -60,29 +60,32 @@ class _Rules(MarkRules):
 
     def calls(self, tools: Mapping[str, Mapping[str, Any]], most: int, *, required: bool) -> str:
         dialect = self._dialect
-        each, tail = [], self.mark(dialect.tail)
+        each, first, tail = [], [], self.mark(dialect.tail)
         for number, (name, schema) in enumerate(tools.items()):
-            head, whole = self.head(dialect, name), guided(bare(schema))
-            if self._format and not dialect.anywhere:
+            (begin, head), whole = self.head(dialect, name), guided(bare(schema))
+            if self._format and dialect.bare:
                 whole, head, tail = call_schema(name, schema, dialect), "", ""
             rule = f"%json {json.dumps(whole)} // {name}"
-            if isinstance(dialect, Marked) and dialect.key:
+            if isinstance(dialect, Marked) and dialect.value:
                 rule = arguments_rule(dialect, name, schema, self)
             self.lines.append(f"arguments_{number}: {rule}")
             each.append(f"{head} arguments_{number}")
-        self.lines.append(f"call: ({' | '.join(each)}) {tail}")
+            first.append(f"/[ \\n]{{0,4}}{re.escape(dialect.opener + dialect.head(name))}/ arguments_{number}")
+        self.lines.append(f"begun: ({' | '.join(each)}) {tail}\ncall: {begin} begun")
         before, after, closer = map(self.mark, (dialect.before, dialect.after, dialect.closer))
         blank = BLANKS * dialect.spaced
         one = f"{before} call {after} {closer}" if dialect.opens_each else "call"
         again = f"{self.mark(dialect.between + dialect.opener * dialect.opens_each)} {blank}"
         more = f"({again} {one}){{0,{most - 1}}}" if most > 1 else ""
-        listed = f"{before} {blank} call {more} {blank} {after} {closer}"
-        self.lines.append(f"calls: {one} {more}" if dialect.opens_each else f"calls: {listed}")
-        if dialect.anywhere:
-            opening = self.mark(dialect.opener) if required or self._format else self.after_text(dialect.opener)
-        else:
-            opening = ("" if self._format else BLANK) + (f" {self.mark(dialect.opener)}?" if dialect.opener else "")
-        return f"{opening} calls"
+        calls = f"{one} {more}" if dialect.opens_each else f"{before} {blank} call {more} {blank} {after} {closer}"
+        if dialect.bare:
+            opener = f"{self.mark(dialect.opener)}?" if dialect.opener else ""
+            return f"{'' if self._format else BLANK} {opener} {calls}"
+        if not dialect.anywhere:  # texts may begin like calls up to the last character of this
+            return f"({' | '.join(first)}) {tail} {more} {blank} {after} {closer}"
+        free = not (required or self._format)
+        alone = f" | {self.after_text(dialect.alone)} begun {after} {closer} {more}" if free and dialect.alone else ""
+        return f"({self.after_text(dialect.opener) if free else self.mark(dialect.opener)} {calls}{alone})"
 
     def answer(self, manner: Manner) -> str:
         """Return the rule of an answer without calls."""
@@ -91,8 +94,8 @@ class _Rules(MarkRules):
             return "answer"
         if self._dialect.anywhere:
             return "TEXT"
-        begins = rf"({re.escape(self._dialect.opener)}[ \t\r\n]*)*\{{" if self._dialect.opener else r"\{"
-        mark = rf"|\s*{re.escape(manner.thoughts[0])}"  # in letters, here and above
-        begins += mark if manner.thinks and not manner.thinking else ""
+        begins = rf"({re.escape(self._dialect.opener)}[ \t\r\n]*)" if self._dialect.opener else "()"
+        begins += r"*\{" if self._dialect.bare else r"+[\w.-]+\s*\("
+        begins += rf"|\s*{re.escape(manner.thoughts[0])}" * (manner.thinks and not manner.thinking)  # in letters, too
         self.lines.append(rf"ANSWER: /(.|\n)*/ & ~/[ \n]*({begins})(.|\n)*/")
         return "ANSWER"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import count
 from typing import Any
 
-from coordinator.api.http.agents.calls.values import as_text
+from coordinator.api.http.agents.calls.values import as_json, as_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Dialect:
     arguments: str = "arguments"  # name of the field with the arguments
     tail: str = "}"  # of a call, after its arguments
     spaced: bool = False  # white space is free within a list of calls
+    bare: bool = False  # calls are objects that nothing marks but their place
+    alone: str = ""  # mark with which a call may begin without the opener
 
     def head(self, name: str) -> str:
         """Return the text of a call up to its arguments."""
@@ -34,7 +36,7 @@ class Dialect:
 
     def body(self, arguments: Mapping[str, Any]) -> str:
         """Return the text of arguments."""
-        return json.dumps(arguments, ensure_ascii=False)
+        return as_json(arguments)
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return the text of a call as a model would write it."""
@@ -43,7 +45,7 @@ class Dialect:
     def write_all(self, calls: Iterable[Mapping[str, Any]]) -> str:
         """Return the text of all calls of an answer."""
         texts = [self.head(call["name"]) + self.body(call["arguments"]) + self.tail for call in calls]
-        begins, ends = (self.opener + self.before, self.after + self.closer) if self.anywhere else ("", "")
+        begins, ends = (self.opener + self.before, self.after + self.closer) if not self.bare else ("", "")
         between = f"{ends}{self.between}{begins}" if self.opens_each else self.between
         return begins + between.join(texts) + ends
 
@@ -55,7 +57,7 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class Marked(Dialect):
-    """A form in which marks are around a call's name and its arguments: a JSON object, or values between tags.
+    """A form in which marks are around a call's name and its arguments: a JSON object, or values with marks each.
 
     A 0 in the marks around a name stands for any number.
     """
@@ -64,21 +66,23 @@ class Marked(Dialect):
     tail: str = ""
     begin: str = ""  # before the name
     named: str = ""  # after it
-    key: str = ""  # before the name of an argument, where these have tags
-    value: str = ""  # between that name and a text
+    key: str = ""  # before the name of an argument, where these have tags; in Python, there is none
+    value: str = ""  # between that name and a text; empty: arguments are a JSON object
     other: str = ""  # instead, before another value; empty: the same
     ends: str = ""  # after a value
+    written: Callable[[Any], str] = as_text  # a value
     ids: str = ""  # of calls within a chat, where the form has them in its marks
 
     def head(self, name: str) -> str:
         return self.begin + name + self.named
 
     def body(self, arguments: Mapping[str, Any]) -> str:
-        if not self.key:
-            return json.dumps(arguments, ensure_ascii=False)
+        if not self.value:
+            return as_json(arguments)
         opens = {True: self.value, False: self.other or self.value}
         pairs = ((name, it, opens[isinstance(it, str)]) for name, it in arguments.items())
-        return "".join(f"{self.key}{name}{mark}{as_text(it)}{self.ends}" for name, it, mark in pairs)
+        text = "".join(f"{self.key}{name}{mark}{self.written(it)}{self.ends}" for name, it, mark in pairs)
+        return text if self.key else text.removesuffix(self.ends)
 
 
 def _of(name: str, around: Sequence[str], call: str, argument: str = "", **more: Any) -> Marked:
@@ -91,9 +95,9 @@ def _of(name: str, around: Sequence[str], call: str, argument: str = "", **more:
 
 
 HERMES = Dialect("hermes", "<tool_call>", "</tool_call>", opens_each=True, anywhere=True, before="\n", after="\n")
-LLAMA3 = Dialect("llama3", "<|python_tag|>", between="; ", arguments="parameters")
+LLAMA3 = Dialect("llama3", "<|python_tag|>", between="; ", arguments="parameters", bare=True)
 MISTRAL = Dialect("mistral", "[TOOL_CALLS]", "]", anywhere=True, before="[", between=", ")
-JSON = Dialect("json")
+JSON = Dialect("json", bare=True)
 HARMONY = Dialect("harmony", "<|channel|>final", anywhere=True)  # of gpt-oss, whose answers are messages: see gpt_oss/
 _LIST: dict[str, Any] = {"anywhere": True, "between": ",", "spaced": True}
 NEMOTRON = Dialect("nemotron", "<TOOLCALL>", "]</TOOLCALL>", before="[", **_LIST)
@@ -103,8 +107,9 @@ PHI4 = Dialect("phi4_mini_json", "functools[", "]", **_LIST)
 _EACH: dict[str, Any] = {"opens_each": True, "between": ""}
 MISTRAL_ARGS = _of("mistral", ("[TOOL_CALLS]", "", "", ""), "NAME[ARGS]ARGUMENTS", **_EACH)
 _XML, _FUNCTION = ("<tool_call>", "\n", "\n", "</tool_call>"), "<function=NAME>\nARGUMENTS</function>"
-QWEN3_CODER = _of("qwen3_coder", _XML, _FUNCTION, "<parameter=KEY>\nVALUE\n</parameter>\n", opens_each=True)
-MIMO = _of("mimo", _XML, _FUNCTION, "<parameter=KEY>VALUE</parameter>\n", opens_each=True)
+_ALONE: dict[str, Any] = {"opens_each": True, "alone": "<function="}
+QWEN3_CODER = _of("qwen3_coder", _XML, _FUNCTION, "<parameter=KEY>\nVALUE\n</parameter>\n", **_ALONE)
+MIMO = _of("mimo", _XML, _FUNCTION, "<parameter=KEY>VALUE</parameter>\n", **_ALONE)
 SEED_OSS = replace(MIMO, name="seed_oss", opener="<seed:tool_call>", closer="</seed:tool_call>")
 _PLAIN, _LINES = ("<tool_call>", "", "", "</tool_call>"), "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n"
 GLM45 = _of("glm45", _PLAIN, "NAME\nARGUMENTS", _LINES, opens_each=True)
@@ -122,8 +127,7 @@ DEEPSEEK_V32 = _of(
     '<｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>\n',
     other='" string="false">',
 )
-_OPENER, _CLOSER = "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"
-DEEPSEEK_V4 = replace(DEEPSEEK_V32, name="deepseek_v4", opener=_OPENER, closer=_CLOSER)
+DEEPSEEK_V4 = replace(DEEPSEEK_V32, name="deepseek_v4", opener="<｜DSML｜tool_calls>", closer="</｜DSML｜tool_calls>")
 _CALLS = ("<｜tool▁calls▁begin｜>", "", "", "<｜tool▁calls▁end｜>")
 _BEGIN, _NEXT, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK_V31 = _of("deepseek_v31", _CALLS, f"{_BEGIN}NAME{_NEXT}ARGUMENTS{_END}", between="")
@@ -141,6 +145,10 @@ COHERE = _of(
     '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ARGUMENTS}',
     between=",\n    ",
 )
+_PYTHON: dict[str, Any] = {"call": "NAME(ARGUMENTS)", "argument": "KEY=VALUE, ", "spaced": True}
+LFM2 = _of("lfm2", ("<|tool_call_start|>", "[", "", "]<|tool_call_end|>"), between=", ", written=repr, **_PYTHON)
+PYTHONIC = replace(LFM2, name="pythonic", anywhere=False, opener="[", before="", closer="]")
+OLMO3 = _of("olmo3", ("<function_calls>", "", "", "</function_calls>"), written=as_json, **_PYTHON)
 # The first dialect counts of which a template has all these texts. If it has none of a named one, the last counts.
 _SHOWN: tuple[tuple[Dialect, tuple[str, ...]], ...] = (
     (HARMONY, (HARMONY.opener,)),
@@ -163,6 +171,9 @@ _SHOWN: tuple[tuple[Dialect, tuple[str, ...]], ...] = (
     (GRANITE, (GRANITE.opener,)),
     (PHI4, (PHI4.opener,)),
     (HERMES, (HERMES.opener,)),
+    (LFM2, ("List of tools: ",)),
+    (OLMO3, (OLMO3.opener,)),
+    (PYTHONIC, ("[func_name1(",)),
     (MISTRAL_ARGS, (MISTRAL.opener, MISTRAL_ARGS.named)),
     (MISTRAL, (MISTRAL.opener,)),
     (LLAMA3, (LLAMA3.opener,)),

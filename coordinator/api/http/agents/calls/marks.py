@@ -40,27 +40,24 @@ class MarkRules:
     def mark(self, text: str) -> str:
         """Return the rule of a text with marks."""
         parts = self._cut(text)
-        rules = (f"({self._token(it)} | {json.dumps(it)})" if it in self._ids else json.dumps(it) for it in parts)
+        rules = (f"(<[{self._ids[it]}]> | {json.dumps(it)})" if it in self._ids else json.dumps(it) for it in parts)
         rule = " ".join(rules)
         return rule if self._ids.keys().isdisjoint(parts) else self.add("mark", rule)
 
-    def head(self, dialect: Dialect, name: str) -> str:
-        """Return the rule of a call up to its arguments."""
+    def head(self, dialect: Dialect, name: str) -> tuple[str, str]:
+        """Return rules of a call up to its arguments: of the mark before its name, and of the rest."""
         if not isinstance(dialect, Marked):
-            return self.mark(dialect.head(name))
+            return "", self.mark(dialect.head(name))
         before, after = (" /[0-9]{1,4}/ ".join(map(self.mark, it.split("0"))) for it in (dialect.begin, dialect.named))
-        return f"{self.add('mark', before) if before else ''} {json.dumps(name)} {after}"
+        return self.add("mark", before) if before else "", f"{json.dumps(name)} {after}"
 
     def after_text(self, text: str, of: str = "TEXT", *, empty: bool = True) -> str:
         """Return a rule of any text up to a mark."""
         rules, parts = [self.add("until", f"{of} {json.dumps(text)}", lazy=True)], self._cut(text)
         if (at := next((at for at, part in enumerate(parts) if part in self._ids), None)) is not None:
             before = self.add("BEFORE", f"{of} {json.dumps(parts[0])}") if at else of + "?" * empty
-            rules.append(" ".join((before, self._token(parts[at]), self.mark("".join(parts[at + 1 :])))))
+            rules.append(" ".join((before, f"<[{self._ids[parts[at]]}]>", self.mark("".join(parts[at + 1 :])))))
         return rules[0] if len(rules) == 1 else self.add("text", " | ".join(rules))
-
-    def _token(self, text: str) -> str:
-        return f"<[{self._ids[text]}]>"
 
     def _cut(self, text: str) -> list[str]:
         """Return the parts of a text, with those that are tokens apart."""

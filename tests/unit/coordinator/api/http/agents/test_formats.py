@@ -105,7 +105,7 @@ def test_no_answer_can_be_taken_for_a_call(name: str) -> None:
     inner = json.dumps({"text": bad}, ensure_ascii=False)
     assert allows(False, dialect, OBJECT, inner)
     assert parsed(dialect, inner) == parsed(dialect, [inner]) == ("", inner, [])
-    if not dialect.anywhere:
+    if dialect.bare:
         assert not allows(False, dialect, OBJECT, '{"arguments": {}, "name": "get_time"}')
         both = {"properties": {"name": {"type": "string"}, dialect.arguments: {"type": "object"}}}
         needed = Grammar(json_schema=json.dumps({"type": "object", **both, "required": [dialect.arguments]}))
@@ -239,5 +239,5 @@ def test_parts_of_a_recursive_format_may_have_fields_as_a_call_has(name: str) ->
     answer, dialect = Grammar(json_schema=json.dumps(schema)), ALL[name]
     for field in ("arguments", "parameters"):
         assert allows(False, dialect, answer, f'{{"next": {{"next": {{"{field}": 1}}}}}}')
-        assert allows(False, dialect, answer, f'{{"{field}": 1}}') is dialect.anywhere
+        assert allows(False, dialect, answer, f'{{"{field}": 1}}') is not dialect.bare
     assert not allows(False, dialect, answer, '{"next": {"days": 1}}')

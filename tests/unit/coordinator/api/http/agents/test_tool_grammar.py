@@ -30,10 +30,12 @@ TOOLS = {"get_weather": CITY, "get_time": NONE}
 DIALECTS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral bare": MISTRAL_ARGS, "json": JSON}
 DIALECTS |= {form.name: form for form in (forms.DEEPSEEK_V3, forms.KIMI_K2, forms.COHERE, forms.NEMOTRON)}
 TAGGED = {it.name: it for it in (forms.QWEN3_CODER, forms.GLM47, forms.MINIMAX_M2, forms.DEEPSEEK_V32)}
-ALL: dict[str, Dialect] = {**DIALECTS, **TAGGED}
+PYTHON = {it.name: it for it in (forms.LFM2, forms.OLMO3, forms.PYTHONIC)}
+ALL: dict[str, Dialect] = {**DIALECTS, **TAGGED, **PYTHON}
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_key>", "</arg_value>", "｜DSML｜")
 SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<minimax:tool_call>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>")
 SPECIAL += ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|END_ACTION|>")
+SPECIAL += ("<|tool_call_start|>",)
 
 
 def target_of(*, tokens: bool) -> Target:
@@ -63,9 +65,9 @@ def allows(tokens: bool, dialect: Dialect, text: str, *, in_letters: bool = Fals
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", [*DIALECTS, *PYTHON])
 def test_calls_follow_their_schema(name: str, tokens: bool) -> None:
-    dialect = DIALECTS[name]
+    dialect = ALL[name]
     for required in (False, True):
         good = dialect.write("get_weather", {"city": "Köln }", "n": 3})
         assert allows(tokens, dialect, good, required=required) == (True, True), good
@@ -115,7 +117,7 @@ def test_text_is_free_with_auto_only(name: str, tokens: bool) -> None:
 def test_several_calls_where_they_are_wanted(name: str, tokens: bool) -> None:
     dialect = ALL[name]
     one = dialect.write("get_time", {})
-    if dialect.anywhere and not dialect.opens_each:
+    if not (dialect.bare or dialect.opens_each):
         begins, ends = dialect.opener + dialect.before, dialect.after + dialect.closer
         inner = one.removeprefix(begins).removesuffix(ends)
         many = [begins + dialect.between.join([inner] * count) + ends for count in (2, MAX_CALLS, MAX_CALLS + 1)]

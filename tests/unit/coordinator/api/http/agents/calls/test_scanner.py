@@ -308,6 +308,7 @@ def test_what_a_form_writes_is_read_back(
     form: Marked, call: tuple[Mapping[str, Any], dict[str, Any]], before: str, at: list[int], several: bool
 ) -> None:
     schema, arguments = call
+    before = before if form.anywhere else before.strip("So. <")
     if any(form.key and form.ends.strip() in str(value) for value in arguments.values() if isinstance(value, str)):
         return  # a text with the tag that ends it cannot be written
     text = form.write("f", arguments)
