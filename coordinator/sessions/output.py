@@ -63,9 +63,9 @@ class SessionOutput:
 
 
 async def follow(
-    outputs: Sequence[SessionOutput], start: int = 0
+    outputs: Sequence[SessionOutput], start: int = 0, silence_s: float | None = None
 ) -> AsyncGenerator[tuple[int, int, list[Token]], None]:
-    """Yield (index of an output, position, new tokens) from `start` on; without tokens at the end of an output."""
+    """Yield (index of an output, position, new tokens) from `start` on; no tokens at its end; index -1 in a silence."""
     at = dict.fromkeys(range(len(outputs)), start)  # of outputs that have not ended
     changed = asyncio.Event()
     for output in outputs:
@@ -84,8 +84,13 @@ async def follow(
                 elif output.ended:
                     del at[index]
                     yield index, position, []
-            if at:  # for first tokens until the caller's deadline
-                await (changed.wait() if all(outputs[index].tokens for index in at) else urgency().wait(changed))
+            try:
+                async with asyncio.timeout(silence_s):
+                    if at:  # for first tokens until the caller's deadline
+                        begun = all(outputs[index].tokens for index in at)
+                        await (changed.wait() if begun else urgency().wait(changed))
+            except TimeoutError:
+                yield -1, start, []
     finally:
         for output in outputs:
             output.changed.remove(changed)

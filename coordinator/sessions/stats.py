@@ -66,6 +66,7 @@ class RequestStats:
                 "outrider.session_id": record.session_id,
                 "outrider.request_id": context.request_id,
                 "outrider.verification": request.params.mode.name.lower(),
+                "gen_ai.operation.name": "text_completion",  # of tokens: chats were made a prompt
                 "gen_ai.request.model": model,
                 "gen_ai.request.max_tokens": request.params.max_tokens,
                 "gen_ai.usage.input_tokens": len(request.prompt),

@@ -26,14 +26,14 @@ LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 RULES = re.compile(
     "|".join(
         (
-            r"needs logprobs|stream_options needs|best_of must equal n|are the same field",
+            r"needs logprobs|stream_options needs|best_of must equal n|are the same field|excludes stream",
             r"continue_final_message needs|tools need|tool_choice|tools must have|tools does not compile|tool_calls",
             r"arguments must be|parameters must be|tool_call_id is required|content is required",
             r"required with type|response_format|structured_outputs|verification is",
             r"must be 0 when verification is greedy|must be 0 or at least|must be a token id in|chat template",
-            r"min_tokens is|is no tokens|nothing is stored|speculation.show and return_token_ids need|text.format",
+            r"min_tokens is|is no tokens|nothing is stored|need a chat or a completion|text.format",
             r"content of role|output_config.format",
-            r"max_tokens is 0, must be in \[1",  # 0 needs echo
+            r"max_tokens is 0, must be at least 1; 0 needs echo",
             r"answers, must be at most \d+ a request",  # as the operator has it
             r"under the context of|the context is \d+ tokens|to leave room for",
         )

@@ -18,7 +18,7 @@ from coordinator.api.http.messages.bodies import MessagesBody
 from coordinator.api.http.messages.types import ModelMessage, ModelMessageEvent
 from coordinator.api.http.responses import Error
 from outrider.protocol.errors import Unavailable
-from tests.contract.conftest import House
+from tests.contract.conftest import House, slowed
 from tests.contract.test_tools import SCHEMAS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -237,6 +237,39 @@ async def test_a_stream_that_fails_says_so(house: House, web: httpx.AsyncClient)
                         session.stop(Unavailable("no more of it"))
     error = {"type": "overloaded_error", "message": "no more of it", "param": None, "code": "unavailable"}
     assert events[-1] == {"type": "error", "error": error, "request_id": "r-1"}
+
+
+async def test_a_slow_first_token_is_waited_for_with_pings(
+    house: House, web: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claude Code gives up a stream of which nothing arrives for minutes. What is refused has a status all the same."""
+    monkeypatch.setattr(replies, "SILENCE_S", 0.05)
+    with slowed(house.loaded, 0.5):
+        events = await events_of(web, ASK | {"max_tokens": 2})
+        kinds = [event["type"] for event in events]
+        begun = kinds.index("message_start")
+        assert begun > 3
+        assert set(kinds[:begun]) == {"ping"}
+        assert kinds[-1] == "message_stop"
+        assert "ping" in kinds[begun + 2 :], "between tokens, too"
+        refused = await web.post(PATH, json=ASK | {"stream": True, "model": "x"})
+        assert refused.status_code == 404
+
+
+async def test_an_error_after_pings_is_an_event(
+    house: House, web: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "SILENCE_S", 0.05)
+    with slowed(house.loaded, 1.0):
+        async with web.stream("POST", PATH, json=ASK | {"stream": True}) as response:
+            assert response.status_code == 200
+            lines = response.aiter_lines()
+            assert await anext(lines) == "event: ping"
+            for session in house.service.sessions.live:
+                session.stop(Unavailable("no more of it"))
+            told = [line async for line in lines if line.startswith("data: ")]
+    assert json.loads(told[-1].removeprefix("data: "))["error"]["type"] == "overloaded_error"
+    assert "[DONE]" not in told[-1]
 
 
 @pytest.mark.parametrize(

@@ -111,3 +111,58 @@ async def test_a_prompt_of_many_end_tokens_is_refused(
     with pytest.raises(BadRequestError, match="36 parts of 4000 tokens or to an end token, must be at most 34"):
         await api.completions.create(prompt=[[65, *[end] * 35], [65, 66]], **ASK)
     assert not started
+
+
+async def test_they_are_told_without_an_echo_as_vllm_tells_them(api: AsyncOpenAI, house: House) -> None:
+    """Of each prompt of a batch, with each of its choices; and beside the choices of a chat."""
+    prompts, more = [TEXT, "One."], {"prompt_logprobs": 2}
+    wanted = (await api.completions.create(**ASK | {"prompt": prompts, "logprobs": 2})).choices
+    given: dict[str, Any] = {"model": "", "prompt": prompts, "max_tokens": OUTPUT, "n": 2, "temperature": 0}
+    plain = await api.completions.create(**given)
+    found = await api.completions.create(**given, extra_body=more)
+    assert [choice.text for choice in found.choices] == [choice.text for choice in plain.choices]
+    assert all(choice.logprobs is None for choice in found.choices)
+    target = house.service.sessions.targets.named("")
+    for choice in found.choices:
+        ids = target.encode(prompts[choice.index // 2])
+        echoed = wanted[choice.index // 2].logprobs
+        assert echoed is not None
+        first, *told = choice.model_extra["prompt_logprobs"]
+        assert first is None
+        assert len(told) == len(ids) - 1
+        for at, (token, entries) in enumerate(zip(ids[1:], told, strict=True), 1):
+            assert next(iter(entries)) == str(token), "the prompt's own comes first"
+            assert entries[str(token)]["logprob"] == pytest.approx(echoed.token_logprobs[at], abs=1e-6)
+            ranks = sorted(entry["rank"] for entry in entries.values() if entry["rank"])
+            assert ranks == [1, 2]
+            assert all(
+                entry["decoded_token"] == target.token_bytes(int(it)).decode(errors="replace")
+                for it, entry in entries.items()
+            )
+            values = [entry["logprob"] for entry in entries.values() if entry["rank"]]
+            assert sorted(values, reverse=True) == pytest.approx(
+                sorted(echoed.top_logprobs[at].values(), reverse=True)[:2], abs=1e-6
+            )
+    chat = {"model": "", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
+    said = await api.chat.completions.create(**chat, extra_body=more | {"return_token_ids": True})
+    assert said.model_extra is not None
+    told = said.model_extra["prompt_logprobs"]
+    assert [next(iter(entries)) for entries in told[1:]] == [str(it) for it in said.model_extra["prompt_token_ids"][1:]]
+    assert "prompt_logprobs" not in said.choices[0].model_extra
+
+
+async def test_an_echo_has_as_many_as_its_output(api: AsyncOpenAI) -> None:
+    given = ASK | {"prompt": TEXT, "logprobs": 1}
+    alone = (await api.completions.create(**given)).choices[0]
+    both = (await api.completions.create(**given, extra_body={"prompt_logprobs": 4})).choices[0]
+    assert both.logprobs == alone.logprobs
+    assert {len(entries) for entries in both.model_extra["prompt_logprobs"][1:]} <= {4, 5}
+
+
+@pytest.mark.parametrize("path", ["responses", "messages"])
+async def test_items_and_blocks_do_not_have_them(api: AsyncOpenAI, path: str) -> None:
+    body = (
+        {"input": "Hi."} if path == "responses" else {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 1}
+    )
+    with pytest.raises(BadRequestError, match="prompt_logprobs and return_token_ids need a chat or a completion"):
+        await api.post(f"/{path}", body=body | {"prompt_logprobs": 1}, cast_to=object)

@@ -13,6 +13,8 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from coordinator.api.http import replies as http_replies
+from coordinator.api.http.agents import response_events
 from coordinator.api.http.agents.response_events import ModelResponse, ModelResponseEvent
 from outrider.protocol.errors import InvalidRequest, Unavailable
 from tests.contract.conftest import House, slowed
@@ -28,6 +30,7 @@ OPENAI_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 SEED: dict[str, Any] = {"extra_body": {"seed": 3}}
 CALLS: dict[str, Any] = ASK | {"tools": FLAT, "tool_choice": "required", "max_output_tokens": 300}
 ONE: dict[str, Any] = CALLS | {"parallel_tool_calls": False}
+LOGPROBS: Any = "message.output_text.logprobs"
 
 
 def calls_of(response: Response) -> list[tuple[str, str]]:
@@ -314,6 +317,8 @@ async def test_a_stream_that_fails_names_the_field_of_its_request(api: AsyncOpen
     ("change", "param", "words"),
     [
         ({"store": True}, "store", "nothing is stored"),
+        ({"top_logprobs": 2}, "body", "top_logprobs needs logprobs"),
+        ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "less than or equal to 20"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
         ({"background": True}, "background", "nothing is stored"),
         ({"tools": [{"type": "file_search", "vector_store_ids": ["x"]}]}, "tools.0.type", "'file_search'"),
@@ -358,3 +363,75 @@ async def test_what_is_not_supported_is_refused_by_name(
         await api.responses.create(**(ASK | change))
     assert caught.value.param == param
     assert words in caught.value.body["message"]  # type: ignore[index]
+
+
+async def test_log_probabilities_are_those_of_the_chat(api: AsyncOpenAI) -> None:
+    """In events each delta has those of its text, and all that repeat the text have all of them."""
+    asked: dict[str, Any] = {**ASK, "input": "Weather? 世界", "include": [LOGPROBS], "top_logprobs": 2, **SEED}
+    whole = await api.responses.create(**asked)
+    messages: list[Any] = [{"role": "user", "content": asked["input"]}]
+    more: dict[str, Any] = {"max_tokens": 20, "temperature": 1, "logprobs": True, "top_logprobs": 2, **SEED}
+    chat = (await api.chat.completions.create(model="", messages=messages, **more)).choices[0].logprobs
+    assert chat is not None
+    assert chat.content
+    wanted = [token.model_dump() for token in chat.content]
+    message: Any = whole.output[0]
+    assert [token.model_dump() for token in message.content[0].logprobs] == wanted
+    assert whole.top_logprobs == 2
+    async with api.responses.stream(
+        **{name: it for name, it in asked.items() if name != "top_logprobs"}, top_logprobs=2
+    ) as stream:
+        events: list[Any] = [event async for event in stream]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 1
+    told = [token for event in deltas for token in event.logprobs]
+    assert [token.token for token in told] == [token["token"] for token in wanted]
+    texts = [(event.delta, "".join(token.token for token in event.logprobs)) for event in deltas]
+    assert all(text == of_tokens for text, of_tokens in texts if "\ufffd" not in of_tokens and "<|" not in of_tokens)
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert [token.model_dump()["logprob"] for token in done.logprobs] == [token["logprob"] for token in wanted]
+    [part] = [event.part for event in events if event.type == "response.content_part.done"]
+    [item] = [event.item for event in events if event.type == "response.output_item.done"]
+    last: Any = events[-1].response.output[0]
+    for repeated in (part, item.content[0], last.content[0]):
+        assert [token.model_dump() for token in repeated.logprobs] == wanted
+
+
+async def test_log_probabilities_are_told_where_they_are_asked_for(api: AsyncOpenAI) -> None:
+    plain: Any = (await api.responses.create(**ASK, **SEED)).output[0]
+    asked: Any = (await api.responses.create(**ASK, include=[LOGPROBS], **SEED)).output[0]
+    assert plain.content[0].logprobs == []
+    assert plain.content[0].text == asked.content[0].text
+    assert {len(token.top_logprobs) for token in asked.content[0].logprobs} == {0}
+    called = await api.responses.create(**ONE, include=[LOGPROBS], **SEED)
+    assert [item.type for item in called.output] == ["function_call"]
+    assert "logprobs" not in called.output[0].to_dict()
+
+
+async def test_a_slow_first_token_is_waited_for_with_comments(
+    api: AsyncOpenAI, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy would take the stream for broken; clients of OpenAI pass over them."""
+    for module in (response_events, http_replies):
+        monkeypatch.setattr(module, "SILENCE_S", 0.05)
+    base = f"http://{house.service.http_address}/v1"
+    bodies = {"responses": ASK, "chat/completions": {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 3}}
+    with slowed(house.loaded, 0.5):
+        for path, body in bodies.items():
+            async with httpx.AsyncClient(timeout=60) as web:
+                reply = await web.post(f"{base}/{path}", json=body | {"stream": True})
+                lines = [line for line in reply.text.splitlines() if line]
+                assert lines[0] == ": ping"
+                assert (lines[-1] == "data: [DONE]") == (path != "responses")
+                late = await web.post(
+                    f"{base}/{path}", json=body | {"stream": True}, headers={"X-Request-Timeout": "9"}
+                )
+                assert ": ping" not in late.text.partition("data:")[0], "it may still get a status"
+        events = [event async for event in await api.responses.create(**ASK | {"max_output_tokens": 3}, stream=True)]
+        assert events[0].type == "response.created"
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        chunks = [
+            chunk
+            async for chunk in await api.chat.completions.create(model="", **bodies["chat/completions"], stream=True)
+        ]
+        assert chunks[-1].choices[0].finish_reason == "length"

@@ -191,6 +191,7 @@ async def test_one_request_is_one_trace_through_all_services(watched: Cluster, c
         assert seen.attributes["outrider.request_id"] == request_id
         assert seen.events == ["first token"]
     told, stats = generate.attributes, output.stats
+    assert told["gen_ai.operation.name"] == "text_completion"
     assert told["gen_ai.usage.output_tokens"] == LENGTH
     assert told["gen_ai.usage.input_tokens"] == output.prompt_tokens
     assert [each.string_value for each in told["gen_ai.response.finish_reasons"].values] == ["length"]

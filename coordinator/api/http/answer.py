@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from coordinator.admission.waiting.urgency import urgency
 from coordinator.api.http.bodies import DEFAULT_TOKENS, ChatOptions, CompletionBody, GenerationBody
 from coordinator.api.http.failures import FIELD_NAMES
 from coordinator.api.preprocess import ClientRequest, admission, prepare
@@ -25,10 +26,14 @@ from outrider.protocol.sampling_params import MAX_SEED, Grammar, SamplingParams
 from outrider.protocol.speculation import FinishReason
 from outrider.settings.coordinator import CoordinatorSettings
 
+SILENCE_S = 15.0  # as the standard of server-sent events advises
+Progress = AsyncGenerator[tuple[int, list[Token]], None]
 
-async def progress(sessions: Sequence[Session]) -> AsyncGenerator[tuple[int, list[Token]], None]:
-    """Yield choices with new tokens, without tokens at their end; raise the error of one that fails."""
-    async with contextlib.aclosing(follow([session.output for session in sessions])) as updates:
+
+async def progress(sessions: Sequence[Session], silence_s: float | None = None) -> Progress:
+    """Yield choices with new tokens, without them at their end; -1 in a silence. Raise the error of one that fails."""
+    silence_s = silence_s if urgency().deadline == float("inf") else None  # a late answer gets a status
+    async with contextlib.aclosing(follow([session.output for session in sessions], 0, silence_s)) as updates:
         async for number, _, tokens in updates:
             session = sessions[number]
             if not tokens and session.error is not None:
@@ -62,8 +67,13 @@ async def requests_of(
     if count > most:
         raise InvalidRequest.of("n" if body.choices > 1 else "prompt", f"{count} answers", f"at most {most} a request")
     requests: list[SessionRequest] = []
-    for request in inputs:
-        ready = replace(await prepare(request, size, target, settings), drawn_seed=body.seed is None)
+    for number, request in enumerate(inputs):
+        try:
+            ready = replace(await prepare(request, size, target, settings), drawn_seed=body.seed is None)
+        except InvalidRequest:
+            if len(inputs) > 1:
+                FIELD_NAMES.get({}).update(dict.fromkeys(("prompt", "tokens.ids"), f"prompt.{number}"))
+            raise
         seed = ready.params.seed
         assert seed is not None
         seeds = ((seed + number) % (MAX_SEED + 1) for number in range(body.choices))
@@ -79,6 +89,8 @@ def input_of(
     may_end = not body.ignore_eos or body.stop or body.stop_token_ids or grammar or getattr(body, "tools", None)
     if (least := body.min_tokens or 0) > (0 if may_end else body.limit or 0):
         raise InvalidRequest.of("min_tokens", least, "0, or at most max_tokens where only that ends the output")
+    if body.limit == 0:
+        raise InvalidRequest.of("max_tokens", 0, "at least 1; 0 needs echo")
     params = {
         **(_given(asdict(target.info.sampling).items()) if settings.sampling_defaults == "model" else {}),
         **_given(body),

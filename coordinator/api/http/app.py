@@ -36,7 +36,7 @@ from coordinator.api.http.limits import BodyReader, KeyAuth, RequestIds
 from coordinator.api.http.messages.replies import MessageReplies
 from coordinator.api.http.messages.routes import MessagesApi, MessagesShape
 from coordinator.api.http.openapi import document
-from coordinator.api.http.replies import CompletionReplies, Replies, plan_completion
+from coordinator.api.http.replies import Replies, plan_completion
 from coordinator.api.http.responses import Fleet, Model, ModelList, Status
 from coordinator.api.http.streams import EventStream, WholeAnswer
 from coordinator.api.preprocess import ClientRequest, admission
@@ -127,12 +127,12 @@ class Api:
             if sent and isinstance(body, ChatBody) and body.tools:  # another form's calls would be read as text
                 sent += manner_of(target, self._settings.tool_parser).dialect.name
             requests = [replace(each, sent=sent) for each in requests]
-        if isinstance(replies, CompletionReplies) and isinstance(body, CompletionBody):
+        if isinstance(replies, Replies):
             replies.prompts = await echoed_prompts(body, self._sessions, requests, target, _key(request))
         answering, stream = start_answer(self._sessions, requests, target, _key(request)), body.stream
         del body, inputs  # not to be kept as long as the answer takes
         if stream:
-            return await EventStream.start(replies.chunks(answering))
+            return await EventStream.start(replies.chunks(answering), typed=not isinstance(replies, Replies))
         return cast(Response, await replies.whole(answering, WholeAnswer))
 
     # Information.

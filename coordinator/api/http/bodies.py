@@ -227,6 +227,7 @@ class GenerationBody(Body):
     min_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS, description="Only with ignore_eos, and with no stop.")
     cache_salt: str | None = Field(None, max_length=LONGEST["cache_salt"], description="Separates tenants' prefixes.")
     speculation: SpeculationWish | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Of its tokens; vLLM's. No stream.")
     return_token_ids: bool | None = Field(False, description="Of the output and the prompt; vLLM's.")
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower numbers are served first.")
     user: Annotated[str | None, Unkept] = Field(None, description="Ignored.")
@@ -239,6 +240,8 @@ class GenerationBody(Body):
     def _consistent(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs excludes stream")
         if self.structured_outputs and self.response_format and self.response_format.type != "text":
             raise ValueError("structured_outputs excludes another format")
         return self

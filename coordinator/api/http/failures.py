@@ -34,8 +34,10 @@ def body_of(error: OutriderError, status: int | None = None) -> Error:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = "model_not_found" if error.field == "model" and status == 404 else _CODES.get(status, error.code)
     name = next((it for grpc_name, it in FIELD_NAMES.get({}).items() if error.field.startswith(grpc_name)), error.field)
-    message, param = _in_http_terms(error.message.replace(error.field, name)), _in_http_terms(name) or None
-    told: Error = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    message = error.message.replace(error.field, name)
+    for grpc_name, http_name in (("params.", ""), ("tokens.ids", "prompt"), ("chat.messages", "messages")):
+        message, name = message.replace(grpc_name, http_name), name.replace(grpc_name, http_name)
+    told: Error = {"error": {"message": message, "type": kind, "param": name or None, "code": code}}
     return shape(told, status) if (shape := SHAPE.get()) else told
 
 
@@ -81,10 +83,3 @@ def of_validation(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(message, field="body")
     value = "absent" if first["type"] == "missing" else _short.repr(first["input"])
     return InvalidRequest(f"{field} is {value}: {message}", field=field, value=value, limit=message)
-
-
-def _in_http_terms(text: str) -> str:
-    """Replace names of gRPC fields by those of HTTP."""
-    for grpc_name, http_name in (("params.", ""), ("tokens.ids", "prompt"), ("chat.messages", "messages")):
-        text = text.replace(grpc_name, http_name)
-    return text

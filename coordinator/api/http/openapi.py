@@ -17,6 +17,7 @@ from coordinator.api.http.agents.tokenize import Detokenized, Tokenized
 from coordinator.api.http.bodies import CompletionBody
 from coordinator.api.http.messages.bodies import CountTokensBody, MessagesBody
 from coordinator.api.http.messages.types import ModelMessage, ModelMessageEvent, TokenCount
+from coordinator.api.http.responses import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
 from coordinator.persistence.idempotency import MAX_KEY_CHARACTERS
 
 Json = dict[str, Any]
@@ -53,12 +54,8 @@ _MODEL: Json = {"parameters": [{"name": "model", "in": "path", "required": True,
 def document() -> Json:
     """Return the OpenAPI document."""
     paths: Json = {
-        "/v1/chat/completions": _generates(
-            "Answer a chat", ChatBody, _CHAT, responses.ChatCompletion, responses.ChatCompletionChunk
-        ),
-        "/v1/completions": _generates(
-            "Continue a text", CompletionBody, _COMPLETION, responses.Completion, responses.CompletionChunk
-        ),
+        "/v1/chat/completions": _generates("Answer a chat", ChatBody, _CHAT, ChatCompletion, ChatCompletionChunk),
+        "/v1/completions": _generates("Continue a text", CompletionBody, _COMPLETION, Completion, CompletionChunk),
         "/v1/responses": _generates("Answer items", ResponsesBody, _ITEMS, ModelResponse, ModelResponseEvent),
         "/v1/messages": _generates("Answer turns", MessagesBody, _CHAT, ModelMessage, ModelMessageEvent),
         "/v1/messages/count_tokens": _converts("Tokens of turns", (CountTokensBody,), _TURNS, TokenCount),

@@ -13,7 +13,7 @@ from itertools import accumulate, count, pairwise
 from typing import Any, Generic, TypeVar
 
 from coordinator.api.http import responses
-from coordinator.api.http.answer import input_of, progress
+from coordinator.api.http.answer import SILENCE_S, input_of, progress
 from coordinator.api.http.bodies import ChatOptions, CompletionBody
 from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import MAX_READ, Token
@@ -26,8 +26,6 @@ from outrider.settings.coordinator import CoordinatorSettings
 
 BodyT = TypeVar("BodyT", ChatOptions, CompletionBody)
 Answering = AbstractAsyncContextManager[Sequence[Session]]
-_SPEED = ("tokens_per_second", "time_to_first_token_ms", "steps", "mean_gamma", "drafter")  # names of figures
-_COSTS = ("bytes_per_accepted_token", "failovers", "drafter_losses")
 
 
 class Replies(ABC, Generic[BodyT]):
@@ -36,7 +34,7 @@ class Replies(ABC, Generic[BodyT]):
     prefix: str  # of ids
     kind: str
     chunk_kind: str
-    prompts: Mapping[int, list[Token]] = {}  # by their numbers, if the answer begins with them
+    prompts: Mapping[int, list[Token]] = {}  # by their numbers, if the answer tells of them
 
     def __init__(self, body: BodyT, target: Target) -> None:
         self._body: BodyT = body
@@ -50,7 +48,7 @@ class Replies(ABC, Generic[BodyT]):
             async with contextlib.aclosing(progress(sessions)) as updates:
                 async for number, new in updates:
                     tokens[number] += new
-            known = 0 if self._body.num_logprobs is None else self._body.num_logprobs + 1
+            known = 1 + max(-1 if it is None else it for it in (self._body.num_logprobs, self._body.prompt_logprobs))
             size = (8 + 55 * known) * sum(map(len, (*tokens, *self.prompts.values())))  # of the JSON
             return await beside(size, self._whole, made, sessions, tokens)
 
@@ -63,8 +61,11 @@ class Replies(ABC, Generic[BodyT]):
             head = self._head(self.chunk_kind, sessions[0])
             options = self._body.stream_options
             more: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
-            async with contextlib.aclosing(progress(sessions)) as updates:
+            async with contextlib.aclosing(progress(sessions, SILENCE_S)) as updates:
                 async for number, tokens in updates:
+                    if number < 0:
+                        yield {}
+                        continue
                     if more and options and options.continuous_usage_stats:
                         more = {"usage": usage(sessions, self._body.choices)}
                     for part in self._echoed(number, sessions[number]):
@@ -97,6 +98,19 @@ class Replies(ABC, Generic[BodyT]):
             told["speculation"] = speculation_of(session, tokens)
         return told
 
+    def _scored(self, number: int) -> responses.TokenDetails:
+        """Return the log probabilities of a prompt's tokens by their ids, where they are asked for."""
+        most = self._body.prompt_logprobs
+        return {} if most is None else {"prompt_logprobs": [self._scores(it, most) for it in self.prompts[number]]}
+
+    def _scores(self, token: Token, most: int) -> dict[str, responses.PromptLogprob] | None:
+        if (known := token.logprobs) is None:
+            return None
+        ranks = {each: rank for rank, each in enumerate(known.top_ids, 1)}
+        told = {token.token: known.logprob} | dict(zip(known.top_ids[:most], known.top_logprobs, strict=False))
+        text = {each: self._target.token_bytes(each).decode(errors="replace") for each in told}
+        return {str(it): {"logprob": told[it], "rank": ranks.get(it), "decoded_token": text[it]} for it in told}
+
     @abstractmethod
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Any:
         """Return a complete choice."""
@@ -125,12 +139,13 @@ class CompletionReplies(Replies[CompletionBody]):
 
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.CompletionChoice:
         said, text = self._said(session, tokens, ended=True)
-        prompt = self.prompts.get(number // self._body.choices, [])
+        prompt = self.prompts[number // self._body.choices] if self._body.echo else []
         return {
             "index": number,
             "text": text_of(prompt) + text,
             "logprobs": self._logprobs([*prompt, *said], 0),
             "finish_reason": reason_of(session),
+            **self._scored(number // self._body.choices),
             **self._details(session, said, chunk=False),
         }
 
@@ -173,7 +188,7 @@ class CompletionReplies(Replies[CompletionBody]):
     def _best(self, token: int, known: TokenLogprobs) -> dict[str, float]:
         """Return the likeliest tokens by text, and the token itself; of equal texts it or else the likeliest counts."""
         best = {self._readable(token): known.logprob}
-        for each, logprob in zip(known.top_ids, known.top_logprobs, strict=True):
+        for each, logprob in zip(known.top_ids[: self._body.logprobs], known.top_logprobs, strict=False):
             best.setdefault(self._readable(each), logprob)
         return best
 
@@ -225,7 +240,7 @@ def metrics(sessions: Sequence[Session]) -> dict[str, responses.AnswerMetrics]:
     if len(sessions) != 1:
         return {}
     stats, record = sessions[0].stats.values(), sessions[0].record
-    own: Any = {name: getattr(stats, name) for name in _SPEED + _COSTS}
+    own: Any = {name: getattr(stats, name) for name in responses.SessionMetrics.__annotations__ if hasattr(stats, name)}
     own |= {"plans": [{"plan": plan.plan, "steps": plan.steps} for plan in stats.plans]}
     own |= {"seed": record.request.params.seed, "session_id": record.session_id}
     return {"metrics": {"speculative_decoding": speculative_decoding(stats), "outrider": own}}

@@ -75,10 +75,17 @@ class ChunkSpeculation(TypedDict):
     gamma: int
 
 
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: Annotated[int | None, Field(description="Among all tokens; null: it is not among those that are told")]
+    decoded_token: str
+
+
 class TokenDetails(TypedDict, total=False):
     token_ids: list[int]
     prompt_token_ids: Annotated[list[int], Field(description="Of completions, in the first chunk")]
     speculation: Annotated[ChunkSpeculation, Field(description="In chunks")]
+    prompt_logprobs: Annotated[list[dict[str, PromptLogprob] | None], Field(description="Of completions, by ids")]
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -185,6 +192,7 @@ class _Chunk(_Head):
 class ChatCompletion(_Answer):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
 class ChatCompletionChunk(_Chunk):

@@ -16,7 +16,6 @@ from coordinator.api.http.failures import body_of
 from outrider.security.error_interceptor import as_outrider_error
 
 DONE = b"data: [DONE]\n\n"
-_TYPED = b"event: "  # such events name their last one
 _TOKEN_DEPTH = 5  # of what an answer tells of one token
 _text = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -30,7 +29,7 @@ class WholeAnswer(JSONResponse):
 
 def _parts(value: Any, depth: int) -> Iterator[str]:
     if not depth or not value or not isinstance(value, dict | list):
-        yield _text(value)
+        yield value.text if isinstance(value, Encoded) else _text(value)
         return
     named = isinstance(value, dict)
     for mark, each in zip(chain("{" if named else "[", repeat(",")), value, strict=False):
@@ -39,21 +38,29 @@ def _parts(value: Any, depth: int) -> Iterator[str]:
     yield "}" if named else "]"
 
 
+class Encoded:
+    """A value as JSON, encoded once for all events that have it."""
+
+    def __init__(self, value: Any) -> None:
+        self.text = "".join(_parts(value, 1))
+
+
 class EventStream(Response):
     """Response of server-sent events. `start` waits for the first event, so that earlier errors have a status."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[dict[str, Any], None]) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[dict[str, Any], None], *, typed: bool) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._typed = typed  # such events name their last one
 
     @classmethod
-    async def start(cls, events: AsyncGenerator[dict[str, Any], None]) -> EventStream:
+    async def start(cls, events: AsyncGenerator[dict[str, Any], None], *, typed: bool = False) -> EventStream:
         try:
-            return cls(_event(await anext(events)), events)
+            return cls(_event(await anext(events)), events, typed=typed)
         except BaseException:
             await events.aclose()
             raise
@@ -70,11 +77,15 @@ class EventStream(Response):
                     await write(_event(event))
             except Exception as error:
                 await write(_event(body_of(as_outrider_error(error))))
-            await write(b"" if self._first.startswith(_TYPED) else DONE, more=False)
+            await write(b"" if self._typed else DONE, more=False)
 
 
 def _event(data: Mapping[str, Any]) -> bytes:
-    name = _TYPED + data["type"].encode() + b"\n" if "type" in data else b""
+    """Return an event; for none, a comment, so that the client and proxies do not take the stream for broken."""
+    if not data:
+        return b": ping\n\n"
+    name = b"event: " + data["type"].encode() + b"\n" if "type" in data else b""
     # Some clients take these for ends of a line.
-    text = _text(data).replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    text = "".join(_parts(data, _TOKEN_DEPTH + 1)) if "output_index" in data or "response" in data else _text(data)
+    text = text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return name + b"data: " + text.encode() + b"\n\n"

@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's own tokens, for `echo` with `logprobs`.
+"""Log probabilities of a prompt's own tokens, for `prompt_logprobs`, and for `echo` with `logprobs`.
 
 A session writes the prompt: its grammar allows the prompt's tokens and no others. Log probabilities are those before
 the grammar. An end token ends an output, so it is written by a session of its own.
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from coordinator.api.http.answer import progress, start_answer
-from coordinator.api.http.bodies import CompletionBody
+from coordinator.api.http.bodies import CompletionBody, GenerationBody
 from coordinator.api.preprocess import admission
 from coordinator.persistence.session_record import SessionRequest
 from coordinator.sessions.output import Token
@@ -27,25 +27,27 @@ _MORE_RUNS = 32  # sessions of a request's prompts beyond the first one of each
 
 
 async def echoed_prompts(
-    body: CompletionBody, sessions: SessionManager, requests: Sequence[SessionRequest], target: Target, key: str
+    body: GenerationBody, sessions: SessionManager, requests: Sequence[SessionRequest], target: Target, key: str
 ) -> dict[int, list[Token]]:
-    """Return the tokens of each prompt that the answer repeats, by its number; without log probabilities as one."""
-    if not body.echo:
-        return {}
-    texts = [it if isinstance(it, str) else target.decode(it) for it in body.prompts]  # some may have equal tokens
-    if body.logprobs is None:
+    """Return the tokens of each prompt that the answer tells of, by its number; without log probabilities as one."""
+    requests, most = requests[:: body.choices], body.prompt_logprobs
+    texts = [""] * len(requests)
+    if isinstance(body, CompletionBody) and body.echo:
+        texts = [it if isinstance(it, str) else target.decode(it) for it in body.prompts]  # some may have equal tokens
+        most = max((it for it in (most, body.logprobs) if it is not None), default=None)
+    if most is None:
         return {number: [Token(0, TokenKind.PLAIN, text, None)] for number, text in enumerate(texts)}
-    asked = [(request.prompt, text) for request, text in zip(requests[:: body.choices], texts, strict=True)]
-    distinct = dict(zip(asked, requests[:: body.choices], strict=True))
+    scored = [replace(each, params=replace(each.params, logprobs=most)) for each in requests]
+    distinct = {(each.prompt, text): each for each, text in zip(scored, texts, strict=True)}
     runs = sum(len([*_runs(prompt, target.info.eos_token_ids)]) for prompt, _ in distinct)
-    if runs > (most := len(distinct) + _MORE_RUNS):
+    if runs > (limit := len(distinct) + _MORE_RUNS):
         with admission(sessions.metrics):
-            raise InvalidRequest.of("prompt", f"{runs} parts of {_MOST} tokens or to an end token", f"at most {most}")
+            raise InvalidRequest.of("prompt", f"{runs} parts of {_MOST} tokens or to an end token", f"at most {limit}")
     written = {
         one: await _write(sessions, request, one[1], target, key and f"{key}\nprompt {number}")
         for number, (one, request) in enumerate(distinct.items())
     }
-    return {number: written[one] for number, one in enumerate(asked)}
+    return {number: written[each.prompt, text] for number, (each, text) in enumerate(zip(scored, texts, strict=True))}
 
 
 async def _write(sessions: SessionManager, request: SessionRequest, sent: str, target: Target, key: str) -> list[Token]:

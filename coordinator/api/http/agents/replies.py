@@ -77,10 +77,10 @@ class AnswerReader:
         self._thought = 0
         added = {} if self._plain else target.tokenizer.added_tokens_decoder
         marks = "\n".join([manner.dialect.marks] * bool(names) + [*manner.thoughts] * manner.thinks)
-        self._marks = {id_: token.content for id_, token in added.items() if token.special and token.content in marks}
+        self.marks = {id_: token.content for id_, token in added.items() if token.special and token.content in marks}
         if manner.dialect is HARMONY:
             self.parser = harmony.HarmonyParser(names, continued=body.continue_final_message)
-            self._marks = {id_: harmony.MARKS[it.content] for id_, it in added.items() if it.content in harmony.MARKS}
+            self.marks = {id_: harmony.MARKS[it.content] for id_, it in added.items() if it.content in harmony.MARKS}
 
     def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:
         if self._plain:
@@ -88,7 +88,7 @@ class AnswerReader:
             return [Part(PartKind.CONTENT, text)] if text else []
         # Special tokens have no text in answers, also those that mark calls.
         parser, parts = self.parser, list[Part]()
-        texts = [token.text + self._marks.get(token.token, "") for token in reversed(tokens)]
+        texts = [token.text + self.marks.get(token.token, "") for token in reversed(tokens)]
         while texts and parser.is_thinking() is not False:
             parts += parser.feed(texts.pop())
             self._thought += bool(parser.is_thinking())
@@ -120,7 +120,7 @@ class ChatReplies(Replies[ChatOptions]):
 
     def _head(self, kind: str, session: Session) -> dict[str, Any]:
         ids = {"prompt_token_ids": [*session.record.request.prompt]} if self._body.return_token_ids else {}
-        return super()._head(kind, session) | ids
+        return super()._head(kind, session) | ids | self._scored(0)
 
     def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.ChatChunkChoice]:
         parts: list[responses.ChatChunkChoice] = []
@@ -142,19 +142,8 @@ class ChatReplies(Replies[ChatOptions]):
         return parts
 
     def _logprobs(self, tokens: Sequence[Token]) -> responses.ChatLogprobs | None:
-        content: list[responses.ContentLogprob] = [
-            {
-                **self._logprob(token.token, known.logprob),
-                "top_logprobs": [self._logprob(*each) for each in zip(known.top_ids, known.top_logprobs, strict=True)],
-            }
-            for token in tokens
-            if (known := token.logprobs) is not None
-        ]
+        content = logprobs_of(tokens, self._target)
         return {"content": content, "refusal": None} if content else None
-
-    def _logprob(self, token: int, logprob: float) -> responses.TopLogprob:
-        data = self._target.token_bytes(token)
-        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
     def _message(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.AnswerMessage:
         """Return a whole message, the sum of its deltas."""
@@ -191,6 +180,19 @@ class ChatReplies(Replies[ChatOptions]):
         reason = reason_of(session)
         parser = self._readers[number].parser
         return "tool_calls" if reason == "stop" and parser.calls and not parser.cut else reason
+
+
+def logprobs_of(tokens: Sequence[Token], target: Target) -> list[responses.ContentLogprob]:
+    """Return the log probabilities of tokens, of those that have them."""
+
+    def told(token: int, logprob: float) -> responses.TopLogprob:
+        data = target.token_bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+    known = ((token.token, token.logprobs) for token in tokens if token.logprobs is not None)
+    return [
+        {**told(token, it.logprob), "top_logprobs": [*map(told, it.top_ids, it.top_logprobs)]} for token, it in known
+    ]
 
 
 def call_id(session: Session, index: int) -> str:

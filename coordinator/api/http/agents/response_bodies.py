@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_va
 from coordinator.api.http.agents import bodies as chats
 from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, MarkedBody, ResponseFormat
 from outrider.protocol.field_limits import OTHER
+from outrider.protocol.sampling_params import MAX_LOGPROBS
 
 
 def _absent(value: Any) -> Any:
@@ -20,6 +21,8 @@ def _absent(value: Any) -> Any:
     return value
 
 
+_LOGPROBS = "message.output_text.logprobs"
+_Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 _UNSTORED = Field(description="Not supported: nothing is stored.")
 _Absent = Annotated[None, BeforeValidator(_absent), _UNSTORED]
 _False = Annotated[bool | None, AfterValidator(_absent), _UNSTORED]
@@ -129,11 +132,11 @@ class ResponsesBody(GenerationBody):
 
     input: str | Annotated[list[Item], Field(min_length=1, max_length=chats.MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
-    tools: Annotated[list[_Tool], Field(max_length=chats.MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=chats.MAX_TOOLS, fail_fast=True)] | None = Field([])
     tool_choice: (
         Literal["none", "auto", "required"] | Annotated[FunctionChoice | AllowedFunctions, chats.ByType()] | None
-    ) = None
-    parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
+    ) = "auto"
+    parallel_tool_calls: bool | None = Field(True, description="False: at most one call in an answer.")
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -145,15 +148,14 @@ class ResponsesBody(GenerationBody):
     background: _False = None
     previous_response_id: _Absent = None
     conversation: _Absent = None
-    truncation: Literal["disabled"] | None = None
-    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = Field(
-        None, description="Ignored: reasoning is sent as it is."
-    )
+    truncation: Literal["disabled"] | None = "disabled"
+    top_logprobs: int | None = Field(0, ge=0, le=MAX_LOGPROBS, description=f"With {_LOGPROBS} in include.")
+    include: Annotated[list[_Included], Field(max_length=2, description="Reasoning is sent as it is.")] | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> ResponsesBody:
-        if self.return_token_ids or (self.speculation is not None and self.speculation.show):
-            raise ValueError("speculation.show and return_token_ids need a chat or a completion")
+        if self.return_token_ids or self.prompt_logprobs is not None or (self.speculation and self.speculation.show):
+            raise ValueError("speculation.show, prompt_logprobs and return_token_ids need a chat or a completion")
         _ = self.chat
         json.dumps([self.metadata, self.model_dump(include={"text", "tools"})], allow_nan=False)  # the reply has them
         return self
@@ -169,11 +171,11 @@ class ResponsesBody(GenerationBody):
     @cached_property
     def chat(self) -> chats.ChatBody:
         """Return the same request as a chat."""
-        same = (*GenerationBody.model_fields, "parallel_tool_calls", "chat_template_kwargs")
-        given: dict[str, Any] = {name: getattr(self, name) for name in same}
+        given: dict[str, Any] = {name: value for name, value in self if name in chats.ChatBody.model_fields}
         given |= {"tool_choice": _nested(self.tool_choice), "max_completion_tokens": self.max_output_tokens}
         given["tools"] = [chats.Tool(type="function", function=tool) for tool, _ in self.functions]
         text = self.text or TextOptions()
+        given["logprobs"] = _LOGPROBS in (self.include or ())
         given |= {"verbosity": text.verbosity, "reasoning_effort": self.reasoning and self.reasoning.effort}
         if (form := text.format) is not None:
             schema = form if form.type == "json_schema" else None

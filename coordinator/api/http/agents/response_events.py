@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -13,13 +13,15 @@ from typing_extensions import TypedDict
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.dialects import Manner
 from coordinator.api.http.agents.parser import Part, PartKind
-from coordinator.api.http.agents.replies import AnswerReader, call_id, chat_input
+from coordinator.api.http.agents.replies import AnswerReader, call_id, chat_input, logprobs_of
 from coordinator.api.http.agents.response_bodies import ResponsesBody
-from coordinator.api.http.answer import progress
+from coordinator.api.http.answer import SILENCE_S, progress
 from coordinator.api.http.failures import body_of
 from coordinator.api.http.replies import Answering, metrics, reason_of, usage
-from coordinator.api.http.responses import AnswerMetrics, CompletionDetails, PromptDetails
+from coordinator.api.http.responses import AnswerMetrics, CompletionDetails, ContentLogprob, PromptDetails
+from coordinator.api.http.streams import Encoded
 from coordinator.api.preprocess import ClientRequest
+from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
 from outrider.protocol.errors import OutriderError
@@ -33,15 +35,8 @@ _FIELDS = {  # of responses, by their names in gRPC
     "chat.messages": "input",
     "prompt": "input",
 }
-_GIVEN: Json = {  # fields of the request that the response repeats, with what an absent one means
-    "instructions": None,
-    "max_output_tokens": None,
-    "metadata": None,
-    "parallel_tool_calls": True,
-    "text": {"format": {"type": "text"}},
-    "tool_choice": "auto",
-    "tools": [],
-}
+_GIVEN = {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "text", "tool_choice", "tools"}
+_GIVEN |= {"top_logprobs", "truncation"}  # fields of the request that the response repeats
 _TEXT: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 _THOUGHT: Json = {"type": "reasoning_text", "text": ""}
 # By the kind of a part: the prefix of an item's id, its events, the item as it begins, and the part that it has.
@@ -56,7 +51,7 @@ class ItemPart(TypedDict):
     type: Literal["output_text", "reasoning_text"]
     text: str
     annotations: NotRequired[list[Any]]
-    logprobs: NotRequired[list[Any]]
+    logprobs: NotRequired[list[ContentLogprob]]
 
 
 class OutputItem(TypedDict):
@@ -103,6 +98,7 @@ class ModelResponse(TypedDict):
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float
+    top_logprobs: int
     truncation: Literal["disabled"]
     metrics: NotRequired[AnswerMetrics]
 
@@ -120,7 +116,7 @@ class ModelResponseEvent(TypedDict):
     part: NotRequired[ItemPart]
     delta: NotRequired[str]
     text: NotRequired[str]
-    logprobs: NotRequired[list[Any]]
+    logprobs: NotRequired[list[ContentLogprob]]
     name: NotRequired[str]
     arguments: NotRequired[str]
 
@@ -137,15 +133,20 @@ class ResponseReplies:
     """Formatter of the reply to one request, whole and in events."""
 
     def __init__(self, body: ResponsesBody, target: Target, manner: Manner) -> None:
-        given = body.model_dump(include={*_GIVEN}, exclude_none=True, by_alias=True)
-        given["tools"] = [tool for tool in given.get("tools", ()) if "name" in tool]
-        self._given = _GIVEN | given | {"text": _GIVEN["text"] | given.get("text", {})}
+        given = {name: ResponsesBody.model_fields[name].default for name in _GIVEN}
+        given |= body.model_dump(include=_GIVEN, exclude_none=True, by_alias=True)
+        given["tools"] = [tool for tool in given["tools"] if "name" in tool]
+        given["text"] = {"format": {"type": "text"}} | (given["text"] or {})
+        self._given = {name: Encoded(value) for name, value in given.items()}  # three events have it
         self._names = {tool.name: named for tool, named in body.functions}  # of calls, by what the target is told
         self._reader = AnswerReader(body.chat, target, manner)
         self._created = int(time.time())
         self._items: list[Json] = []
         self._kind: PartKind | None = None  # of the item that is open
         self._begun: Json = {}  # its part, or the call itself, to which text is added
+        self._target, self._by_token = target, bool(body.chat.logprobs)
+        self._known: list[Encoded] = []  # log probabilities of the text of the open item
+        self._next: list[Encoded] = []  # of tokens since then, which may belong to text that is still to come
 
     async def whole(self, answering: Answering, made: Callable[[Json], Any] = dict) -> Any:
         async with answering as sessions, contextlib.aclosing(self._events(sessions[0])) as events:
@@ -153,14 +154,14 @@ class ResponseReplies:
         return made(last["response"])
 
     async def chunks(self, answering: Answering) -> AsyncGenerator[Json, None]:
-        number = 0
+        begun, number = False, 0
         async with answering as sessions, contextlib.aclosing(self._events(sessions[0])) as events:
             try:
                 async for event in events:
-                    yield event | {"sequence_number": number}
-                    number += 1
+                    yield event and event | {"sequence_number": number}
+                    begun, number = True, number + bool(event)
             except OutriderError as error:
-                if not number:
+                if not begun:
                     raise  # it gets a status of its own
                 response = self._response(sessions[0], "failed", [])
                 said = body_of(error)["error"]
@@ -169,13 +170,17 @@ class ResponseReplies:
 
     async def _events(self, session: Session) -> AsyncGenerator[Json, None]:
         names = ["created", "in_progress"]
-        async with contextlib.aclosing(progress([session])) as updates:
-            async for _, tokens in updates:
+        async with contextlib.aclosing(progress([session], SILENCE_S)) as updates:
+            async for choice, tokens in updates:
+                if choice < 0:
+                    yield {}
+                    continue
                 while names:
                     yield {"type": f"response.{names.pop(0)}", "response": self._response(session, "in_progress", [])}
-                for part in self._reader.read(session, tokens, ended=not tokens):
-                    for event in self._add(session, part):
-                        yield event
+                for some in [[token] for token in tokens] * self._by_token or [tokens]:
+                    for part in self._read(session, some):
+                        for event in self._add(session, part):
+                            yield event
         status = "incomplete" if reason_of(session) == "length" else "completed"
         for event in self._end(session, status):
             yield event
@@ -201,16 +206,30 @@ class ResponseReplies:
             "store": False,
             "temperature": session.record.request.params.temperature,
             "top_p": session.record.request.params.top_p,
-            "truncation": "disabled",
             **self._given,
         }
+
+    def _read(self, session: Session, tokens: Sequence[Token]) -> Sequence[Part]:
+        """Return new parts. The log probabilities of other parts, and of the marks around them, are left out."""
+        parser, marked = self._reader.parser, any(it.token in self._reader.marks for it in tokens)
+        thought = parser.is_thinking()
+        parts = self._reader.read(session, tokens, ended=not tokens)
+        self._next += map(Encoded, logprobs_of(tokens, self._target))
+        spoken = any(part.kind is PartKind.CONTENT for part in parts)
+        if not spoken and (parts or marked or thought or parser.is_thinking()):
+            self._next.clear()
+        rest = self._next and not tokens and self._kind in (None, PartKind.CONTENT)
+        return parts or [Part(PartKind.CONTENT, "")] * bool(rest)
 
     def _add(self, session: Session, part: Part) -> Iterator[Json]:
         if part.kind is PartKind.CALL or part.kind not in (PartKind.ARGUMENTS, self._kind):
             yield from self._begin(session, part)
         if part.kind is not PartKind.CALL:
             self._begun["arguments" if part.kind is PartKind.ARGUMENTS else "text"] += part.text
-            more: Json = {"logprobs": []} if part.kind is PartKind.CONTENT else {}
+            more: Json = {}
+            if part.kind is PartKind.CONTENT:
+                more, self._next = {"logprobs": self._next}, []
+                self._known += more["logprobs"]
             yield self._event(f"{self._name}.delta", delta=part.text, **more)
 
     def _end(self, session: Session, status: str) -> Iterator[Json]:
@@ -228,7 +247,7 @@ class ResponseReplies:
         if begun.kind is PartKind.CALL:
             item |= {"call_id": call_id(session, number), **self._names[begun.text]}
         self._items.append(item)
-        self._begun = {**part} or item
+        self._begun, self._known = {**part} or item, []
         yield {"type": "response.output_item.added", "output_index": number, "item": {**item}}
         if part:
             item["content"] = [self._begun]
@@ -239,6 +258,8 @@ class ResponseReplies:
             return
         item = self._items[-1]
         item["status"] = status
+        if self._known:
+            self._begun["logprobs"] = Encoded(self._known)
         told = ("name", "arguments", "text", "logprobs")
         yield self._event(f"{self._name}.done", **{name: self._begun[name] for name in told if name in self._begun})
         if self._begun is not item:

@@ -199,8 +199,8 @@ class MessagesBody(CountTokensBody, GenerationBody):
 
     @model_validator(mode="after")
     def _shown(self) -> MessagesBody:
-        if self.return_token_ids or (self.speculation is not None and self.speculation.show):
-            raise ValueError("speculation.show and return_token_ids need a chat or a completion")
+        if self.return_token_ids or self.prompt_logprobs is not None or (self.speculation and self.speculation.show):
+            raise ValueError("speculation.show, prompt_logprobs and return_token_ids need a chat or a completion")
         return self
 
 

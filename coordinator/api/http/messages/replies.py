@@ -14,7 +14,7 @@ from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.dialects import Manner
 from coordinator.api.http.agents.parser import Part, PartKind
 from coordinator.api.http.agents.replies import AnswerReader, call_id, chat_input
-from coordinator.api.http.answer import progress
+from coordinator.api.http.answer import SILENCE_S, progress
 from coordinator.api.http.messages.types import MessageUsage, ModelMessage
 from coordinator.api.http.replies import Answering, metrics, reason_of, usage
 from coordinator.api.preprocess import ClientRequest
@@ -58,20 +58,17 @@ class MessageReplies:
         self._text = ""  # of it
 
     async def whole(self, answering: Answering, made: Callable[[Json], Any] = dict) -> Any:
-        async with answering as sessions, contextlib.aclosing(self._events(sessions[0])) as events:
-            start, last, _ = [event async for event in events if event["type"].startswith("message_")]
+        start, last, _ = [it async for it in self.chunks(answering) if it["type"].startswith("message_")]
         said = last["delta"] | {name: last[name] for name in ("usage", "metrics")}
         return made(start["message"] | {"content": self._content} | said)
 
     async def chunks(self, answering: Answering) -> AsyncGenerator[Json, None]:
-        async with answering as sessions, contextlib.aclosing(self._events(sessions[0])) as events:
-            async for event in events:
-                yield event
-
-    async def _events(self, session: Session) -> AsyncGenerator[Json, None]:
         begun = False
-        async with contextlib.aclosing(progress([session])) as updates:
-            async for _, tokens in updates:
+        async with answering as [session], contextlib.aclosing(progress([session], SILENCE_S)) as updates:
+            async for number, tokens in updates:
+                if number < 0:
+                    yield {"type": "ping"}
+                    continue
                 if not begun:
                     begun = True
                     yield {"type": "message_start", "message": self._message(session)}
@@ -79,10 +76,10 @@ class MessageReplies:
                 for part in self._reader.read(session, tokens, ended=not tokens):
                     for event in self._added(session, part):
                         yield event
-        for event in self._ended(session):
-            yield event
-        yield {"type": "message_delta", "delta": self._end(session), "usage": _used(session), **metrics([session])}
-        yield {"type": "message_stop"}
+            for event in self._ended(session):
+                yield event
+            yield {"type": "message_delta", "delta": self._end(session), "usage": _used(session), **metrics([session])}
+            yield {"type": "message_stop"}
 
     def _message(self, session: Session) -> ModelMessage:
         return {
