@@ -93,7 +93,7 @@ class HttpCustomer(Customer):
                 for got in choices:
                     got.check()
                 return
-            if not line:
+            if not line or line.startswith(":"):
                 continue
             talk.heard()
             _take(json.loads(line.removeprefix("data: ")), choices)

@@ -408,6 +408,39 @@ async def test_log_probabilities_are_told_where_they_are_asked_for(api: AsyncOpe
     assert "logprobs" not in called.output[0].to_dict()
 
 
+async def test_the_oldest_items_are_left_out_for_the_context(api: AsyncOpenAI) -> None:
+    """Whole turns of them, with calls and their outputs; the text is that of the items that are left."""
+    items: list[Any] = []
+    for number in range(12):
+        items += [{"role": "user", "content": f"Turn {number}: " + "a" * 100}]
+        items += [{"type": "function_call", "call_id": f"c{number}", "name": "add", "arguments": "{}"}]
+        items += [{"type": "function_call_output", "call_id": f"c{number}", "output": "b" * 100}]
+        items += [{"role": "assistant", "content": "Fine."}]
+    items += [{"role": "user", "content": "And now?"}]
+    asked: dict[str, Any] = {**ASK, "instructions": "Be short.", "tools": FLAT, "tool_choice": "none", **SEED}
+    with pytest.raises(openai.BadRequestError, match="context"):
+        await api.responses.create(**{**asked, "input": items, "truncation": "disabled"})
+    found = await api.responses.create(**{**asked, "input": items, "truncation": "auto"})
+    assert found.truncation == "auto"
+    assert found.instructions == "Be short."
+    left = []
+    for turn in range(12):
+        left = items[4 * turn :]
+        try:
+            same = await api.responses.create(**{**asked, "input": left})
+        except openai.BadRequestError:
+            continue
+        if same.usage.input_tokens + 20 <= 2048:
+            break
+    assert 0 < turn < 12
+    assert found.usage.input_tokens == same.usage.input_tokens
+    assert found.output_text == same.output_text
+    fits = await api.responses.create(**{**asked, "input": left, "truncation": "auto"})
+    assert fits.usage.input_tokens == same.usage.input_tokens, "nothing is left out without need"
+    with pytest.raises(openai.BadRequestError, match="context"):
+        await api.responses.create(**{**asked, "input": "a" * 3_000, "truncation": "auto"})
+
+
 async def test_a_slow_first_token_is_waited_for_with_comments(
     api: AsyncOpenAI, house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,7 +99,7 @@ async def listen(
             assert not heard.done or not line, "nothing follows the end"
             if line == "data: [DONE]":
                 heard.done = True
-            elif line:
+            elif line.startswith("data: "):
                 _take(heard, json.loads(line.removeprefix("data: ")))
             if not struck and heard.tokens >= MIDDLE and heard.accepted:
                 struck = True

@@ -293,7 +293,7 @@ def test_thoughts_are_shown_before_the_answer_and_not_sent_back(page: Page) -> N
     marks = {"kinds": ["plain", "accepted"], "characters": [1, 2], "plan": "γ 1", "gamma": 1}
     deltas = [{"reasoning_content": "Hm,"}, {"reasoning_content": " so"}, {"content": "Yes"}]
     chunks = [{"index": 0, "delta": delta, "speculation": marks} for delta in deltas]
-    body = "".join(f"data: {json.dumps({'choices': [chunk]})}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    body = "".join(f": ping\n\ndata: {json.dumps({'choices': [chunk]})}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     page.route(CHAT, lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body))
     ask(page, "Is it?")
     complete(page)

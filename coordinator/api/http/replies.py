@@ -139,7 +139,7 @@ class CompletionReplies(Replies[CompletionBody]):
 
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.CompletionChoice:
         said, text = self._said(session, tokens, ended=True)
-        prompt = self.prompts[number // self._body.choices] if self._body.echo else []
+        prompt = self.prompts.get(number // self._body.choices, []) if self._body.echo else []
         return {
             "index": number,
             "text": text_of(prompt) + text,

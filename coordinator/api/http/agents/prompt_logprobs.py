@@ -36,7 +36,7 @@ async def echoed_prompts(
         texts = [it if isinstance(it, str) else target.decode(it) for it in body.prompts]  # some may have equal tokens
         most = max((it for it in (most, body.logprobs) if it is not None), default=None)
     if most is None:
-        return {number: [Token(0, TokenKind.PLAIN, text, None)] for number, text in enumerate(texts)}
+        return {number: [Token(0, TokenKind.PLAIN, text, None)] for number, text in enumerate(texts) if text}
     scored = [replace(each, params=replace(each.params, logprobs=most)) for each in requests]
     distinct = {(each.prompt, text): each for each, text in zip(scored, texts, strict=True)}
     runs = sum(len([*_runs(prompt, target.info.eos_token_ids)]) for prompt, _ in distinct)

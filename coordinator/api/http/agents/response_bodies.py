@@ -148,7 +148,7 @@ class ResponsesBody(GenerationBody):
     background: _False = None
     previous_response_id: _Absent = None
     conversation: _Absent = None
-    truncation: Literal["disabled"] | None = "disabled"
+    truncation: Literal["auto", "disabled"] | None = Field("disabled", description="auto: leave out the oldest items.")
     top_logprobs: int | None = Field(0, ge=0, le=MAX_LOGPROBS, description=f"With {_LOGPROBS} in include.")
     include: Annotated[list[_Included], Field(max_length=2, description="Reasoning is sent as it is.")] | None = None
 

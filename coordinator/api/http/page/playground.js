@@ -149,6 +149,7 @@ async function* events(body, signal) {
     const parts = held.split("\n\n");
     held = parts.pop();
     for (const part of parts) {
+      if (part.startsWith(":")) continue; // nothing new yet
       const data = part.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
