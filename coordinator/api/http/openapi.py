@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 from pydantic import TypeAdapter
 
@@ -46,13 +47,12 @@ _STATUSES = {
 }
 _KEY = "Requests with the same key generate once; repeats get the first answer."
 _TIMEOUT = "Seconds: a request that cannot be answered in this time is refused at once."
-_REFERRED: dict[type[Any], None] = {}  # models that the document describes
 _OPEN: Json = {"security": []}
 _MODEL: Json = {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
 def document() -> Json:
-    """Return the OpenAPI document."""
+    """Return the OpenAPI document. Models stand in it as themselves until it refers to them."""
     paths: Json = {
         "/v1/chat/completions": _generates("Answer a chat", ChatBody, _CHAT, ChatCompletion, ChatCompletionChunk),
         "/v1/completions": _generates("Continue a text", CompletionBody, _COMPLETION, Completion, CompletionChunk),
@@ -71,9 +71,9 @@ def document() -> Json:
         "/docs": {"get": _OPEN | _gets("This document as a page", {"text/html": {}})},
     }
     common = {str(status): _error(status) for status in _STATUSES}
-    adapters: list[Any] = [(kind.__name__, "validation", TypeAdapter(kind)) for kind in _REFERRED]
+    adapters: list[Any] = [(model, "validation", TypeAdapter(model)) for model in _models([paths, common])]
     _, schemas = TypeAdapter.json_schemas(adapters, ref_template=REFS)
-    return {
+    made = {
         "openapi": "3.1.0",
         "info": {
             "title": "Outrider",
@@ -90,11 +90,21 @@ def document() -> Json:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "If set; or x-api-key."}},
         },
     }
+    referring = json.dumps(made, default=lambda model: {"$ref": REFS.format(model=model.__name__)})
+    return cast(Json, json.loads(referring))
+
+
+def _models(part: Any) -> set[type[Any]]:
+    """Return the models in a part of the document."""
+    if isinstance(part, type):
+        return {part}
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return set().union(*map(_models, inner))
 
 
 def _generates(summary: str, body: type[Any], example: Json, reply: type[Any], chunk: type[Any]) -> Json:
     parts = [
-        {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(kind)}
+        {"type": "string", "contentMediaType": "application/json", "contentSchema": kind}
         for kind in (chunk, responses.Error)
     ]
     data = {"anyOf": [*parts, {"const": "[DONE]"}]}
@@ -107,7 +117,7 @@ def _generates(summary: str, body: type[Any], example: Json, reply: type[Any], c
             _header("Idempotency-Key", _KEY, type="string", maxLength=MAX_KEY_CHARACTERS, pattern="^[!-~]*$"),
             _header(TIMEOUT_HEADER, _TIMEOUT, type="number", exclusiveMinimum=0, maximum=MAX_TIMEOUT_S),
         ],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body), "example": example}}},
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": example}}},
     }
     return {"post": _gets(described, content, 400, 401, 404, 408, 409, 413, 415, 429, 499, 502, 503, 504) | operation}
 
@@ -117,7 +127,7 @@ def _header(name: str, description: str, **schema: Any) -> Json:
 
 
 def _converts(summary: str, bodies: Sequence[type[Any]], example: Json, reply: type[Any]) -> Json:
-    schema: Json = {"anyOf": [_ref(body) for body in bodies]} if len(bodies) > 1 else _ref(bodies[0])
+    schema = {"anyOf": [*bodies]} if len(bodies) > 1 else bodies[0]
     body: Json = {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}
     return {"post": _gets(summary, _json(reply), 400, 401, 404, 408, 413, 415, 429, 503) | {"requestBody": body}}
 
@@ -135,9 +145,4 @@ def _error(status: int) -> Json:
 
 
 def _json(kind: type[Any]) -> Json:
-    return {"application/json": {"schema": _ref(kind)}}
-
-
-def _ref(kind: type[Any]) -> Json:
-    _REFERRED[kind] = None
-    return {"$ref": REFS.format(model=kind.__name__)}
+    return {"application/json": {"schema": kind}}
