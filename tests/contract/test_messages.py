@@ -278,6 +278,12 @@ async def test_an_error_after_pings_is_an_event(
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type", "'web_search_20250305'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type", "'image'"),
         (
+            {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]},
+            "messages.0.content.0.type",
+            "'input_text': Input should be 'text' or 'tool_result'",
+        ),
+        ({"system": [{"type": "input_text", "text": "a"}]}, "system.0.type", "'input_text': Input should be 'text'"),
+        (
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
             "messages.0.content.0.type",
             "'document'",
@@ -292,7 +298,7 @@ async def test_an_error_after_pings_is_an_event(
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"max_tokens": 5_000}, "max_tokens", "context"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "name is required with type tool"),
-        ({"tool_choice": {"type": "any"}}, "body", "needs tools"),
+        ({"tool_choice": {"type": "any"}}, "body", "tool_choice any needs tools"),
         ({"tools": [{"name": "f", "input_schema": {"not": {}}, "strict": True}]}, "tools", "tools"),
         ({"mcp_servers": []}, "mcp_servers", "mcp_servers"),
         (
@@ -302,6 +308,7 @@ async def test_an_error_after_pings_is_an_event(
         ),
         ({"stop": ["a"]}, "stop", "stop"),
         ({"n": 2}, "n", "Input should be 1"),
+        ({"n": True}, "n", "Input should be 1"),
         ({"stop_sequences": [""]}, "stop_sequences.0", "at least 1 character"),
         ({"speculation": {"show": True}}, "body", "speculation.show"),
     ],

@@ -352,6 +352,7 @@ async def test_a_stream_that_fails_names_the_field_of_its_request(api: AsyncOpen
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]}, "input.0", "arguments"),
         ({"max_output_tokens": 5_000}, "max_output_tokens", "context"),
         ({"extra_body": {"n": 2}}, "n", "Input should be 1"),
+        ({"extra_body": {"n": True}}, "n", "Input should be 1"),
         ({"extra_body": {"return_token_ids": 0}}, "return_token_ids", "valid boolean"),
         ({"extra_body": {"speculation": {"show": True}}}, "body", "speculation.show"),
     ],

@@ -251,6 +251,18 @@ class GenerationBody(Body):
         return self.n or 1
 
 
+class OneAnswerBody(GenerationBody):
+    """Fields of a body that has one answer, and no details of its tokens."""
+
+    n: Annotated[Literal[1], BeforeValidator(lambda n: str(n) if n is True else n)] | None = None  # true is equal to 1
+
+    @model_validator(mode="after")
+    def _without_details(self) -> OneAnswerBody:
+        if self.return_token_ids or self.prompt_logprobs is not None or (self.speculation and self.speculation.show):
+            raise ValueError("speculation.show, prompt_logprobs and return_token_ids need a chat or a completion")
+        return self
+
+
 class ChatOptions(GenerationBody):
     """Fields of a chat, besides its messages and tools."""
 

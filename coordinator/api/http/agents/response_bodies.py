@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from coordinator.api.http.agents import bodies as chats
-from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, MarkedBody, ResponseFormat
+from coordinator.api.http.bodies import Body, JsonSchema, MarkedBody, OneAnswerBody, ResponseFormat
 from outrider.protocol.field_limits import OTHER
 from outrider.protocol.sampling_params import MAX_LOGPROBS
 
@@ -127,7 +127,7 @@ class ReasoningOptions(Body):
     summary: str | None = Field(None, max_length=64, description="Ignored: reasoning is sent as it is.")
 
 
-class ResponsesBody(GenerationBody):
+class ResponsesBody(OneAnswerBody):
     """`POST /v1/responses`."""
 
     input: str | Annotated[list[Item], Field(min_length=1, max_length=chats.MAX_MESSAGES, fail_fast=True)]
@@ -141,7 +141,6 @@ class ResponsesBody(GenerationBody):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: chats.TemplateVariables | None = None
-    n: Literal[1] | None = None
     response_format: None = Field(None, description="Its name is text.format here.")
     metadata: dict[str, Any] | None = Field(None, description="The answer has it, too.")
     store: _False = None
@@ -154,8 +153,6 @@ class ResponsesBody(GenerationBody):
 
     @model_validator(mode="after")
     def _whole(self) -> ResponsesBody:
-        if self.return_token_ids or self.prompt_logprobs is not None or (self.speculation and self.speculation.show):
-            raise ValueError("speculation.show, prompt_logprobs and return_token_ids need a chat or a completion")
         _ = self.chat
         json.dumps([self.metadata, self.model_dump(include={"text", "tools"})], allow_nan=False)  # the reply has them
         return self

@@ -8,15 +8,20 @@ from functools import cached_property
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import InitErrorDetails
 
 from coordinator.api.http.agents import bodies as chats
-from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, MarkedBody, ResponseFormat, StopText, Unkept
+from coordinator.api.http.bodies import Body, JsonSchema, MarkedBody, OneAnswerBody, ResponseFormat, StopText, Unkept
 from outrider.protocol.field_limits import LONGEST, MOST, OTHER
 
 _SWITCHES = ("enable_thinking", "thinking", "reasoning")  # by which chat templates turn thinking on or off
 _LABEL = "x-anthropic-billing-header:"  # of Claude Code, before its instructions; it differs by conversation
 ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
+
+
+class TextBlock(chats.TextPart):
+    type: Literal["text"]
 
 
 class ThinkingBlock(MarkedBody):
@@ -46,7 +51,7 @@ class CallBlock(MarkedBody):
 class ResultBlock(MarkedBody):
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=OTHER)
-    content: str | Annotated[list[chats.TextPart], Field(max_length=chats.MAX_PARTS, fail_fast=True)] | None = None
+    content: str | Annotated[list[TextBlock], Field(max_length=chats.MAX_PARTS, fail_fast=True)] | None = None
     is_error: bool | None = Field(None, description="True: the target reads 'Error:' before the content.")
 
     @property
@@ -56,33 +61,31 @@ class ResultBlock(MarkedBody):
         return {"role": "tool", "tool_call_id": self.tool_use_id, "content": told}
 
 
-def _text(text: str) -> chats.TextPart:
-    return chats.TextPart(type="text", text=text)
+def _text(text: str) -> TextBlock:
+    return TextBlock(type="text", text=text)
 
 
-_KINDS = ("thinking", "redacted_thinking", "tool_use", "tool_result")
-_OF_ROLE = {"user": ("text", "tool_result"), "assistant": ("text", *_KINDS[:3]), "system": ("text",)}
-
-
-def _tag(block: Any) -> str:
-    """Return the tag of a block. Its bracket marks it as no field in the names of errors."""
-    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return f"[{kind}]" if kind in _KINDS else "[text]"
-
-
-Block = Annotated[
-    Annotated[chats.TextPart, Tag("[text]")]
-    | Annotated[ThinkingBlock, Tag("[thinking]")]
-    | Annotated[RedactedBlock, Tag("[redacted_thinking]")]
-    | Annotated[CallBlock, Tag("[tool_use]")]
-    | Annotated[ResultBlock, Tag("[tool_result]")],
-    Discriminator(_tag),
-]
+_OF_ASSISTANT = ("text", "thinking", "redacted_thinking", "tool_use")
+_OF_ROLE = {"user": ("text", "tool_result"), "assistant": _OF_ASSISTANT, "system": ("text",)}
+Block = Annotated[TextBlock | ThinkingBlock | RedactedBlock | CallBlock | ResultBlock, chats.ByType()]
 
 
 class Turn(MarkedBody):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(min_length=1, max_length=chats.MAX_PARTS, fail_fast=True)]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _known_blocks(cls, content: Any, turn: ValidationInfo) -> Any:
+        """Raise for the first block of no type that there is, with those that the role has."""
+        kinds = _OF_ROLE.get(turn.data.get("role", ""), ())
+        for at, block in enumerate(content if isinstance(content, list) and kinds else ()):
+            kind = block.get("type", "text") if isinstance(block, dict) else "text"
+            if kind not in (*_OF_ASSISTANT, "tool_result"):
+                told = {"expected": " or ".join(map(repr, kinds))}
+                fault = InitErrorDetails(type="literal_error", loc=(at, "type"), input=kind, ctx=told)
+                raise ValidationError.from_exception_data(cls.__name__, [fault])
+        return content
 
     @model_validator(mode="after")
     def _of_its_role(self) -> Turn:
@@ -152,7 +155,7 @@ class CountTokensBody(Body):
     passes: ClassVar[dict[str, Any]] = {"cache_control": ...}
     model: str | None = Field(None, max_length=LONGEST["model"], description="Of /v1/models; absent: the default one.")
     messages: Annotated[list[Turn], Field(min_length=1, max_length=chats.MAX_MESSAGES, fail_fast=True)]
-    system: str | Annotated[list[chats.TextPart], Field(max_length=chats.MAX_PARTS, fail_fast=True)] | None = None
+    system: str | Annotated[list[TextBlock], Field(max_length=chats.MAX_PARTS, fail_fast=True)] | None = None
     tools: Annotated[list[CustomTool], Field(max_length=chats.MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolRule | None = None
     thinking: ThinkingRule | None = Field(None, description="Absent: disabled.")
@@ -163,6 +166,8 @@ class CountTokensBody(Body):
 
     @model_validator(mode="after")
     def _whole(self) -> CountTokensBody:
+        if self.tool_choice and self.tool_choice.type == "any" and not self.tools:
+            raise ValueError("tool_choice any needs tools")
         _ = self.chat
         return self
 
@@ -185,26 +190,19 @@ class CountTokensBody(Body):
         return chats.ChatBody(messages=[*_messages(turns)], **given)
 
 
-class MessagesBody(CountTokensBody, GenerationBody):
+class MessagesBody(CountTokensBody, OneAnswerBody):
     """`POST /v1/messages`."""
 
-    passes: ClassVar[dict[str, Any]] = CountTokensBody.passes | GenerationBody.passes
+    passes: ClassVar[dict[str, Any]] = CountTokensBody.passes | OneAnswerBody.passes
     max_tokens: int = Field(ge=1, lt=2**31)
     stop: Annotated[list[StopText], Field(max_length=MOST["stop"], fail_fast=True)] | None = Field(
         None, alias="stop_sequences"
     )
-    n: Literal[1] | None = None
     stream_options: None = Field(None, description="Streams have the usage.")
     response_format: None = Field(None, description="Its name is output_config.format here.")
 
-    @model_validator(mode="after")
-    def _shown(self) -> MessagesBody:
-        if self.return_token_ids or self.prompt_logprobs is not None or (self.speculation and self.speculation.show):
-            raise ValueError("speculation.show, prompt_logprobs and return_token_ids need a chat or a completion")
-        return self
 
-
-_SAME = {*GenerationBody.model_fields, "max_tokens"}  # fields of both
+_SAME = {*OneAnswerBody.model_fields, "max_tokens"}  # fields of both
 
 
 def _messages(turns: Sequence[Turn]) -> Iterator[chats.Message]:

@@ -8,6 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from coordinator.api.http.agents.bodies import MAX_MESSAGES, MAX_PARTS, ChatBody
+from coordinator.api.http.agents.response_bodies import ResponsesBody
+from coordinator.api.http.failures import of_validation
 from coordinator.api.http.messages.bodies import CountTokensBody, MessagesBody
 
 USER = {"role": "user", "content": "Hi."}
@@ -174,3 +176,41 @@ def test_what_no_turn_has_is_refused(turn: dict[str, Any]) -> None:
 def test_turns_are_limited() -> None:
     with pytest.raises(ValidationError, match="at most"):
         chat(*[USER] * (MAX_MESSAGES + 1))
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://a"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"messages": [{"role": "user", "content": [SAID, IMAGE]}]}, "'text' or 'tool_result'"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, "'text' or 'tool_result'"),
+        ({"messages": [USER, {"role": "system", "content": [IMAGE]}, USER]}, "'text'"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [IMAGE]}]},
+            "'text' or 'thinking' or 'redacted_thinking' or 'tool_use'",
+        ),
+        ({"messages": [{"role": "user", "content": [result("a", content=[IMAGE])]}]}, "'text'"),
+        ({"system": [{"type": "output_text", "text": "a"}]}, "'text'"),
+    ],
+)
+def test_the_types_that_blocks_may_have_are_told(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        chat(**change)
+    assert of_validation(refused.value).message.endswith(f": Input should be {told}")
+
+
+@pytest.mark.parametrize("body", [CountTokensBody, MessagesBody])
+def test_a_choice_without_tools_is_refused_in_the_words_of_messages(body: type[CountTokensBody]) -> None:
+    given = {"messages": [USER], "tool_choice": {"type": "any"}} | ({"max_tokens": 5} if body is MessagesBody else {})
+    with pytest.raises(ValidationError, match="tool_choice any needs tools"):
+        body.model_validate(given)
+
+
+@pytest.mark.parametrize("one", [True, False, 2, "1"])
+def test_only_the_number_1_is_1(one: Any) -> None:
+    assert chat(n=1).choices == ResponsesBody.model_validate({"input": "Hi.", "n": 1.0}).chat.choices == 1
+    for refused in (lambda: chat(n=one), lambda: ResponsesBody.model_validate({"input": "Hi.", "n": one})):
+        with pytest.raises(ValidationError, match="Input should be 1"):
+            refused()
