@@ -211,14 +211,14 @@ async def _logged(method: str, context: Call, **about: str) -> AsyncIterator[dic
 
 
 def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:
-    logprobs = [convert.logprobs_to_proto(token.logprobs) for token in tokens if token.logprobs is not None]
+    ids, kinds, texts, logprobs, _ = zip(*tokens, strict=True)
     return pb.Chunk(
         position=position,
-        text="".join(token.text for token in tokens),
-        token_ids=[token.token for token in tokens],
-        kinds=[verify.TokenKind.ValueType(token.kind) for token in tokens],
-        logprobs=logprobs if len(logprobs) == len(tokens) else (),
-        characters=[len(token.text) for token in tokens],
+        text="".join(texts),
+        token_ids=ids,
+        kinds=kinds,
+        logprobs=() if None in logprobs else map(convert.logprobs_to_proto, logprobs),
+        characters=map(len, texts),
     )
 
 

@@ -7,6 +7,7 @@ probes now and then whether speculation pays again.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -115,7 +116,7 @@ class Controller:
         self._since_reference = 0  # steps with guesses
         self._expected = 0.0  # of the present plan, tokens per second
         self.plan, self.wait_timeout_ms, self.paying_nodes = PLAIN, 0.0, 0
-        self.tallies: dict[SpeculationPlan, PlanTally] = {}
+        self.tallies: dict[SpeculationPlan, PlanTally] = defaultdict(PlanTally)
         # At the last choice:
         self._conditions: Conditions | None = None
         self._candidates: list[SpeculationPlan] = []
@@ -156,7 +157,7 @@ class Controller:
         self._since_plan += steps
         self._since_retry += steps
         ms = steps * (timings.wait_us + timings.step_us) / 1000
-        self.tallies.setdefault(self.plan, PlanTally()).add(len(verdict.tokens), ms, self._expected, steps)
+        self.tallies[self.plan].add(len(verdict.tokens), ms, self._expected, steps)
         if self._fixed_plan is None and self._estimator.on_shared_cores(drafter):
             reads = self._since_plan <= READ_STEPS and not self._estimator.pair.checked
             own, spent_ms = (READ_WAIT, timings.wait_us / 1000) if reads else (len(verdict.tokens), ms)

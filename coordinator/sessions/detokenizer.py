@@ -31,9 +31,11 @@ class Detokeniser:
         self._window.append(token)
         text = self._decode(self._window)
         self._length = min(self._length, len(text))  # bytes of the prompt have become one character
-        before = self._decode(self._window[:-1]) if len(self._window) > self._emitted + 1 else ""
-        begun = takewhile(lambda both: both[0] == both[1], zip(before, text.rstrip(_BROKEN), strict=False))
-        self.held = max(0, len([*begun]) - self._length)  # characters of tokens before this one that were held back
+        self.held = 0  # characters of tokens before this one that were held back
+        if len(self._window) > self._emitted + 1:
+            before = self._decode(self._window[:-1])
+            begun = takewhile(lambda both: both[0] == both[1], zip(before, text.rstrip(_BROKEN), strict=False))
+            self.held = max(0, len([*begun]) - self._length)
         if len(text) > self._length and not text.endswith(_BROKEN):
             return self._advance(len(self._window), text)
         if len(self._window) - self._emitted > _MAX_INCOMPLETE:

@@ -152,8 +152,9 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
                 raise ProtocolViolation(error.message) from error
             guess.source = self.source
             guess.draft_us = self.limits.bound_us(guess.draft_us, time.monotonic(), ahead=self.plan.ahead)
-            parents = tuple(parent - 1 for parent in guess.parents)
-            depth = TreeShape(parents).depth if parents else len(guess.tokens)
+            depth = len(guess.tokens)
+            if guess.parents:
+                depth = TreeShape(tuple(parent - 1 for parent in guess.parents)).depth
             if self.received:  # before the first guess it reads the prompt
                 self.pair.observe_draft(depth, guess.draft_us, tree=self.plan.branches > 1)
             yield guess

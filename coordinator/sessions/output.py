@@ -77,7 +77,8 @@ async def follow(
                 output = outputs[index]
                 if tokens := output.tokens[position : position + MAX_READ]:
                     at[index] += len(tokens)
-                    changed.set()  # there may be more
+                    if output.ended or len(tokens) == MAX_READ:
+                        changed.set()  # the end remains, or more
                     yield index, position, tokens
                     if len(tokens) == MAX_READ:
                         await asyncio.sleep(0)  # others write, too

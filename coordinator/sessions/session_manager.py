@@ -59,8 +59,8 @@ class SessionManager:
         self._settings = settings
         read_limits(settings.model_limits)  # a wrong one is found at the start
         self.metrics = CoordinatorMetrics(Mode)
-        skips, ttl_s = self.metrics.records_skipped, settings.session_ttl_s
-        self.store = Store(redis_url, self.coordinator_id, ttl_s, fleet.verifiers, lambda *it: skips.labels(*it).inc())
+        skips, ttl_s = self.metrics.records_skipped.add, settings.session_ttl_s
+        self.store = Store(redis_url, self.coordinator_id, ttl_s, fleet.verifiers, skips)
         self.write_behind = WriteBehind(self.store, lambda it: it in self._sessions or it in self.ended.recent)
         self._pairs = PairHistoryStore(self.store)
         self.worker_pool = WorkerPool(

@@ -11,7 +11,7 @@ import structlog
 from coordinator.control.gamma import Controller
 from coordinator.control.throughput_model import SpeculationPlan
 from coordinator.persistence.session_record import SessionRecord
-from outrider.observability.metrics import ABANDONED, DrafterKind, TargetMetrics
+from outrider.observability.metrics import ABANDONED, TargetMetrics
 from outrider.observability.request_context import current
 from outrider.observability.tracing import NO_SPAN, Span, Tracing
 from outrider.protocol import convert
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 class _KindTally:
     """Guesses of one kind of drafter for this request."""
 
-    metrics: DrafterKind
+    labels: tuple[str, str]  # of its metrics
     guessed: int = 0
     accepted: int = 0
 
@@ -74,39 +74,44 @@ class RequestStats:
         )
         self._resumes = bool(record.tokens)
         if record.epoch == 1 and not self._resumes:  # a resumed request was counted where it started
-            self._metrics.prompt_tokens.inc(len(request.prompt))
+            self._metrics.all.prompt_tokens.add(self._metrics.model, number=len(request.prompt))
 
     def record_drafter(self, source: int, kind: str) -> None:
         self._drafters[source] = self._kinds.setdefault(kind, _KindTally(self._metrics.drafter(kind)))
 
     def record_verifier_loss(self, error: OutriderError) -> None:
         self.failovers += 1
-        self._metrics.failovers.inc()
+        self._metrics.all.failovers.add(self._metrics.model)
         self.span.event("verifier lost", {"error": error.message})
 
     def record_drafter_loss(self, error: OutriderError) -> None:
         self.drafter_losses += 1
-        self._metrics.drafter_losses.inc()
+        self._metrics.all.drafter_losses.add(self._metrics.model)
         self.span.event("drafter lost", {"error": error.message})
 
     def record_guess(self, guess: common.Guess) -> None:
         payload_bytes, wire_bytes = convert.guess_bytes(guess)
         self.record_guessed(guess.source, len(guess.tokens), guess.draft_us)
-        self._drafters[guess.source].metrics.guess_bytes.inc(wire_bytes)
-        self._sums.update(payload_bytes=payload_bytes, wire_bytes=wire_bytes)
+        self._metrics.all.guess_bytes.by_labels[self._drafters[guess.source].labels] += wire_bytes
+        self._sums["payload_bytes"] += payload_bytes
+        self._sums["wire_bytes"] += wire_bytes
 
     def record_guessed(self, source: int, num_tokens: int, draft_us: int) -> None:
         drafter = self._drafters[source]
         drafter.guessed += num_tokens
-        drafter.metrics.guessed_tokens.inc(num_tokens)
-        self._sums.update(messages=num_tokens > 0, draft_us=draft_us)
+        self._metrics.all.guessed_tokens.by_labels[drafter.labels] += num_tokens
+        self._sums["messages"] += num_tokens > 0
+        self._sums["draft_us"] += draft_us
 
     def record_verdict(self, verdict: Verdict, plan: SpeculationPlan) -> None:
         now = time.monotonic()
         self._metrics.record_verdict(verdict, plan.gamma, plan.mode)
-        num_tokens, steps = len(verdict.tokens), verdict.steps
-        step_us, wait_us = steps * verdict.timings.step_us, steps * verdict.timings.wait_us
-        self._sums.update(steps=steps, tokens=num_tokens, gamma=steps * plan.gamma, step_us=step_us, wait_us=wait_us)
+        sums, num_tokens, steps = self._sums, len(verdict.tokens), verdict.steps
+        sums["steps"] += steps
+        sums["tokens"] += num_tokens
+        sums["gamma"] += steps * plan.gamma
+        sums["step_us"] += steps * verdict.timings.step_us
+        sums["wait_us"] += steps * verdict.timings.wait_us
         self.cached_tokens = max(self.cached_tokens, verdict.timings.cached_tokens)
         if self._first_token is None:
             self._first_token = now
@@ -120,13 +125,14 @@ class RequestStats:
         for tally in verdict.sources:
             if (drafter := self._drafters.get(tally.source)) is not None:
                 drafter.accepted += tally.accepted
-                drafter.metrics.accepted_guesses.inc(tally.accepted)
+                self._metrics.all.accepted_guesses.by_labels[drafter.labels] += tally.accepted
         if verdict.proposed:
             self._proposed[verdict.proposed] += 1
             self._accepted[verdict.accepted] += 1
-            missed = verdict.last is TokenKind.RECOVERED
-            at_hand = missed and verdict.remaining_depth > 0
-            self._sums.update(committed_with_drafts=num_tokens, missed=missed, missed_at_hand=at_hand)
+            sums["committed_with_drafts"] += num_tokens
+            if verdict.last is TokenKind.RECOVERED:
+                sums["missed"] += 1
+                sums["missed_at_hand"] += verdict.remaining_depth > 0
 
     def finish(self, record: SessionRecord, error: OutriderError | None) -> None:
         """Record the end of the request in metrics, trace and log."""
@@ -135,7 +141,7 @@ class RequestStats:
         acceptance_length = _ratio(self._sums["committed_with_drafts"], self._proposed.total())
         ended = record.finish_reason.name.lower() if record.finished else ABANDONED
         reason = ended if error is None else error.code
-        self._metrics.hidden_bytes.inc(self.hidden_bytes)
+        self._metrics.all.hidden_bytes.add(self._metrics.model, number=self.hidden_bytes)
         if record.finished and error is None:
             self._metrics.count_ended(reason)
             self._metrics.whole.observe(seconds)

@@ -45,6 +45,23 @@ async def beside(size: int, work: Callable[..., T], *given: Any, thread: ThreadP
     return await asyncio.get_running_loop().run_in_executor(thread, copy_context().run, work, *given)
 
 
+class WriteTimer:
+    """Timeout of the writes of one stream, by one timer for all of them."""
+
+    def __init__(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.timeout, self.now, self._seconds = asyncio.timeout(None), loop.time, seconds
+        self.began: float | None = None  # the write in progress
+        self.handle = loop.call_later(seconds, self._check)
+
+    def _check(self) -> None:
+        over_at = (self.began or self.now()) + self._seconds
+        if over_at <= self.now():
+            self.timeout.reschedule(over_at)
+        else:
+            self.handle = asyncio.get_running_loop().call_at(over_at, self._check)
+
+
 async def first_message(stream: AsyncIterator[T], timeout_s: float, what: str) -> T:
     """Return the first message of a stream, or raise Expired."""
     try:

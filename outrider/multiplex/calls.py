@@ -8,38 +8,24 @@ from typing import Any
 import grpc
 
 from outrider.base.aio import cancel_all
-from outrider.multiplex.stream import STATUS_CODES, MultiplexedStream
+from outrider.multiplex.stream import MAX_UNSENT, STATUS_CODES, MultiplexedStream
 from outrider.protocol.convert import ERROR_KEY
 
-MAX_UNSENT = 1024  # messages, or parts of messages, that the peer does not read
 MAX_UNSENT_BYTES = 16 * 1024 * 1024  # without the first message
 
 
-class MultiplexedCall:
+class MultiplexedCall(MultiplexedStream):
     """Call within a shared stream: messages of one session, serialised, to and from a worker."""
 
-    def __init__(self, stream: MultiplexedStream) -> None:
-        self._stream = stream
-        self._max_unsent = 0
-
-    def send(self, message: bytes) -> bool:
-        """Send a message without waiting; return whether the peer reads fast enough."""
-        self._stream.send(message)
-        self._max_unsent = self._max_unsent or self._stream.num_unsent + MAX_UNSENT
-        return self._stream.num_unsent <= self._max_unsent
-
-    async def read(self) -> bytes | None:
-        """Return the next message, or None after an orderly end; raise the error of a failed call."""
-        if (message := await self._stream.read()) is not None:
-            return message
-        if (end := self._stream.end_received) is None:
+    def _check_end(self) -> None:
+        """Raise the error of a failed call."""
+        if (end := self.end_received) is None:
             raise rpc_error(grpc.StatusCode.CANCELLED, "cancelled here")
         if end.status != grpc.StatusCode.OK.value[0]:
             raise rpc_error(STATUS_CODES[end.status], end.details, end.error)
-        return None
 
     def cancel(self) -> None:
-        self._stream.end(grpc.StatusCode.CANCELLED)
+        self.end(grpc.StatusCode.CANCELLED)
 
     async def close(self) -> None:
         self.cancel()

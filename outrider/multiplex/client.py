@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from outrider.base.aio import background, cancel_all
+from outrider.base.aio import WriteTimer, background, cancel_all
 from outrider.multiplex.calls import MultiplexedCall, OwnCall, SessionCall, rpc_error
 from outrider.multiplex.frames import MAX_BATCH_BYTES, FrameQueue
 from outrider.multiplex.stream import MultiplexedStream, check_batch, check_window
@@ -39,9 +38,9 @@ class SharedStream:
         self.streams: dict[int, MultiplexedStream] = {}  # those too that one side has ended
         self._last = 0
 
-    def start(self, metadata: Metadata) -> MultiplexedStream:
+    def start(self, metadata: Metadata) -> MultiplexedCall:
         self._last += 1
-        stream = MultiplexedStream(self._last, self.streams, self._frames, self._window, self._max_message_bytes)
+        stream = MultiplexedCall(self._last, self.streams, self._frames, self._window, self._max_message_bytes)
         # A header beyond the worker's limits would end the sessions of all.
         sound = [(key, text) for key, text in metadata if len(key) + len(text.encode()) <= MAX_HEADER_BYTES]
         size = sum(len(key) + len(text.encode()) for key, text in sound)
@@ -82,16 +81,20 @@ class SharedStream:
             raise InvalidRequest.of("streams", "not ended", "ended by both sides")
 
     async def _write(self, call: Any) -> None:
-        while (batch := await self._frames.next()) is not None:
-            try:
-                async with asyncio.timeout(self._frames.made_at + WRITE_TIMEOUT_S - time.monotonic()):
+        timer = WriteTimer(WRITE_TIMEOUT_S)
+        try:
+            async with timer.timeout:
+                while (batch := await self._frames.next()) is not None:
+                    timer.began = self._frames.made_at
                     await call.write(batch)
-            except TimeoutError:
-                log.warning("shared stream ended: worker does not read", seconds=WRITE_TIMEOUT_S)
-                call.cancel()
-                return
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
-                return  # the reader raises the error
+                    timer.began = None
+        except TimeoutError:
+            log.warning("shared stream ended: worker does not read", seconds=WRITE_TIMEOUT_S)
+            call.cancel()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+            return  # the reader raises the error
+        finally:
+            timer.handle.cancel()
 
 
 class WorkerCalls:
@@ -122,7 +125,7 @@ class WorkerCalls:
     def start(self, channel: grpc.aio.Channel, metadata: Metadata) -> SessionCall:
         """Start the call of a session, within the shared stream if one is open on this channel."""
         if (shared := self.shared) is not None and shared.channel is channel:
-            return MultiplexedCall(shared.start(metadata))
+            return shared.start(metadata)
         call: Any = channel.stream_stream(f"/{self._service}/{self._method}")
         return OwnCall(call(metadata=metadata))
 

@@ -31,7 +31,7 @@ class FrameQueue:
         self.made_at = time.monotonic()  # the batch that `next` returned last
         self._batches = deque([(self.made_at, pb.SessionFrames(window=WINDOW_BYTES))])
         self._room = 0  # bytes, in the last batch
-        self._added = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None  # for a batch
         self._closed = self._asked = False  # asked for a pong
         self._pinged_at, self._fastest_s = -math.inf, math.inf  # from a ping to its pong
         self.answered = asyncio.Event()  # the last ping
@@ -44,7 +44,7 @@ class FrameQueue:
             self._batches.append((time.monotonic(), pb.SessionFrames()))
             self._room = MAX_BATCH_BYTES
         self._room -= needed
-        self._added.set()
+        resolve(self._waiting)
         return self._batches[-1][1].frames.add(stream=stream)
 
     async def next(self) -> pb.SessionFrames | None:
@@ -52,8 +52,8 @@ class FrameQueue:
         while not self._batches and not self._asked:
             if self._closed:
                 return None
-            self._added.clear()
-            await self._added.wait()
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         now = time.monotonic()
         self.made_at, batch = self._batches.popleft() if self._batches else (now, pb.SessionFrames())
         if not self._batches:
@@ -71,7 +71,7 @@ class FrameQueue:
             raise InvalidRequest.of("batch", "another ping or pong", "one ping until its pong")
         if batch.ping:
             self._asked = True
-            self._added.set()
+            resolve(self._waiting)
         if batch.pong:
             most_s = max(self._fastest_s, min(_RISE * self._fastest_s, _RISES_TO_S))
             self._fastest_s = min(most_s, time.monotonic() - self._pinged_at)
@@ -85,4 +85,9 @@ class FrameQueue:
 
     def close(self) -> None:
         self._closed = True
-        self._added.set()
+        resolve(self._waiting)
+
+
+def resolve(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)

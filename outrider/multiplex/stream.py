@@ -8,10 +8,19 @@ from collections.abc import Sequence
 
 import grpc
 
-from outrider.multiplex.frames import MAX_BATCH_BYTES, MESSAGE_COST, PART_BYTES, PART_COST, WINDOW_BYTES, FrameQueue
+from outrider.multiplex.frames import (
+    MAX_BATCH_BYTES,
+    MESSAGE_COST,
+    PART_BYTES,
+    PART_COST,
+    WINDOW_BYTES,
+    FrameQueue,
+    resolve,
+)
 from outrider.protocol.errors import InvalidRequest
 from outrider.v1 import multiplex_pb2 as pb
 
+MAX_UNSENT = 1024  # messages, or parts of messages, that the peer does not read
 MIN_CREDIT = WINDOW_BYTES // 2
 MAX_END_BYTES = 16 * 1024
 MAX_WINDOW_BYTES = 1024 * 1024  # of the peer, which has as much of each session buffered here
@@ -35,6 +44,7 @@ class MultiplexedStream:
         self._max_message_bytes = max_bytes
         self._window = self._full_window = window  # bytes that the peer lets us send
         self._unsent: deque[tuple[bytes, bool]] = deque()  # parts for which the window has no room
+        self._max_unsent = 0  # set when the first message is sent, of any size
         self._peer_window = WINDOW_BYTES  # bytes that we let the peer send
         self._unconfirmed = 0  # bytes read since the last credit
         self._parts: list[bytes] = []  # of a message that is incomplete
@@ -52,16 +62,18 @@ class MultiplexedStream:
 
     # Sending.
 
-    def send(self, message: bytes) -> None:
-        """Send a message; what exceeds the window waits for credit. After our end, do nothing."""
+    def send(self, message: bytes) -> bool:
+        """Send a message, until our end; what exceeds the window waits. Return whether the peer reads fast enough."""
         if self.end_sent or self._failure is not None:
-            return
+            return True
         if not self._unsent and self._window > 0 and len(message) <= PART_BYTES:
             self._send_part(message, False)
-            return
-        starts = range(0, max(1, len(message)), PART_BYTES)
-        self._unsent += [(message[at : at + PART_BYTES], at + PART_BYTES < len(message)) for at in starts]
-        self._send_unsent()
+        else:
+            starts = range(0, max(1, len(message)), PART_BYTES)
+            self._unsent += [(message[at : at + PART_BYTES], at + PART_BYTES < len(message)) for at in starts]
+            self._send_unsent()
+        self._max_unsent = self._max_unsent or len(self._unsent) + MAX_UNSENT
+        return len(self._unsent) <= self._max_unsent
 
     async def sent(self) -> None:
         """Wait until no message waits for the window."""
@@ -92,7 +104,7 @@ class MultiplexedStream:
         while self._unsent and self._window > 0:
             self._send_part(*self._unsent.popleft())
         if not self._unsent:
-            _resolve(self._blocked)
+            resolve(self._blocked)
 
     def _send_part(self, part: bytes, more: bool) -> None:
         self._window -= len(part) + (PART_COST if more else MESSAGE_COST)
@@ -126,6 +138,7 @@ class MultiplexedStream:
             if self._failure is not None:
                 raise self._failure
             if self.end_received is not None or self.end_sent:
+                self._check_end()
                 return None
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
@@ -162,7 +175,7 @@ class MultiplexedStream:
         message = part if len(self._parts) == 1 else b"".join(self._parts)
         self._unread.append((message, self._parts_cost))
         self._parts, self._parts_bytes, self._parts_cost = [], 0, 0
-        _resolve(self._waiting)
+        resolve(self._waiting)
 
     def refuse(self, code: grpc.StatusCode, details: str) -> None:
         """End the stream because of what the peer sent."""
@@ -182,13 +195,16 @@ class MultiplexedStream:
             self._peer_window += self._unconfirmed
             self._unconfirmed = 0
 
+    def _check_end(self) -> None:
+        """Raise the error of an end that is none in order."""
+
     def _leave(self) -> None:
         if self.end_sent and self.end_received is not None:
             self._streams.pop(self.number, None)
 
     def _wake(self) -> None:
-        _resolve(self._waiting)
-        _resolve(self._blocked)
+        resolve(self._waiting)
+        resolve(self._blocked)
 
 
 def check_batch(batch: pb.SessionFrames) -> Sequence[pb.SessionFrame]:
@@ -205,8 +221,3 @@ def check_window(batch: pb.SessionFrames) -> int:
         limit = f"{WINDOW_BYTES} to {MAX_WINDOW_BYTES}, without frames"
         raise InvalidRequest.of("window", batch.window, limit)
     return batch.window
-
-
-def _resolve(future: asyncio.Future[None] | None) -> None:
-    if future is not None and not future.done():
-        future.set_result(None)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from outrider.protocol.speculation import MAX_GAMMA
 
@@ -16,13 +18,13 @@ PREFIX = "outrider_"
 _VLLM_PREFIX = "vllm:"
 _VLLM_ENGINE = "0"  # vLLM numbers the engines of a server; a coordinator is one
 
-GaugeValues = Iterable[tuple[Sequence[str], float]]
+GaugeValues = Iterable[tuple[Any, ...]]  # label values, and the number
 
 
 class CallbackGauge:
     """Gauge that is read when scraped: `source` returns label values and a number for each."""
 
-    _kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
+    _kind: type[Any] = GaugeMetricFamily
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self._family = partial(self._kind, PREFIX + name, text, labels=labels)
@@ -34,30 +36,44 @@ class CallbackGauge:
 
     def collect(self) -> Iterable[Metric]:
         family = self._family()
-        for values, number in self.source():
-            family.add_metric(values, number)
+        for values in self.source():
+            family.add_metric(*values)
         return [family]
 
 
 class CallbackCounter(CallbackGauge):
     """Counter that is read when scraped, for counts kept elsewhere."""
 
-    _kind = CounterMetricFamily
+    _kind: type[Any] = CounterMetricFamily
+
+
+class Sums(CallbackCounter):
+    """Counter without the lock and the four calls that each addition to prometheus_client's takes: one thread adds."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self.by_labels: Tally[tuple[str, ...]] = Tally()
+        super().__init__(name, text, labels, registry)
+        self.source = lambda: list(self.by_labels.items())
+
+    def add(self, *labels: str, number: int = 1) -> None:
+        self.by_labels[labels] += number
 
 
 class PerPosition(CallbackCounter):
     """Counter per position of a path, from 0, computed from path lengths: one addition per path."""
 
+    _labels: Sequence[str] = ("model_name", "position")
+
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._lengths: dict[str, Tally[int]] = {}
-        super().__init__(name, text, ("model_name", "position"), registry)
+        super().__init__(name, text, self._labels, registry)
         self.source = self._counts
 
     def lengths(self, model: str) -> Tally[int]:
         """Return the counts of a model's paths by length."""
         return self._lengths.setdefault(model, Tally({1: 0}))
 
-    def _counts(self) -> Iterator[tuple[Sequence[str], float]]:
+    def _counts(self) -> GaugeValues:
         for model, lengths in self._lengths.items():
             longest = min(MAX_GAMMA, max(lengths))
             reached = list(accumulate(lengths.get(length, 0) for length in range(longest, 0, -1)))
@@ -65,10 +81,25 @@ class PerPosition(CallbackCounter):
                 yield (model, str(position)), count
 
 
+class WholeNumbers(PerPosition):
+    """Histogram of whole numbers by model: one addition for any number of equal ones."""
+
+    _kind, _labels = HistogramMetricFamily, ("model_name",)
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
+        self._bounds = {str(float(bound)): bound for bound in bounds} | {"+Inf": math.inf}
+        super().__init__(name, text, registry)
+
+    def _counts(self) -> GaugeValues:
+        for model, times in self._lengths.items():
+            upto = [(name, sum(times[it] for it in times if it <= bound)) for name, bound in self._bounds.items()]
+            yield (model,), upto, sum(it * times[it] for it in times)
+
+
 class UnderVllmNames:
     """Export of counters under vLLM's names too, for tools that expect them. Nothing is counted twice."""
 
-    def __init__(self, counters: Iterable[Counter | PerPosition], registry: CollectorRegistry) -> None:
+    def __init__(self, counters: Iterable[CallbackCounter], registry: CollectorRegistry) -> None:
         self._counters = tuple(counters)
         registry.register(self)
 

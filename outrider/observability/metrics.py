@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from outrider.observability.collectors import PREFIX, CallbackCounter, CallbackGauge, PerPosition, UnderVllmNames
+from outrider.observability.collectors import PREFIX, CallbackGauge, PerPosition, Sums, UnderVllmNames, WholeNumbers
 from outrider.protocol.errors import KINDS, OutriderError
 from outrider.protocol.speculation import FinishReason, Verdict
 
@@ -52,9 +51,9 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         build = Info(f"{PREFIX}build", "Service and version.", registry=self.registry)
         build.info({"version": version("outrider"), "service": service})
-        self._refused = self._counter(f"{refused}_refused", "Rejected before they started, by error code.", "code")
+        self._refused = self._sums(f"{refused}_refused", "Rejected before they started, by error code.", "code")
         for code in KINDS:
-            self._refused.labels(code)
+            self._refused.add(code, number=0)
 
     def render(self) -> tuple[bytes, str]:
         """Return the metrics as text for Prometheus, and its content type."""
@@ -70,17 +69,19 @@ class Metrics:
             raise
 
     def _count_refusal(self, error: OutriderError) -> None:
-        self._refused.labels(error.code).inc()
+        self._refused.add(error.code)
 
     def bind_gauge(self, gauge: CallbackGauge, source: Callable[[], float]) -> None:
         """Let a gauge of this service's own labels show what `source` returns when it is read."""
         gauge.source = lambda: [(tuple(self._own.values()), source())]
 
+    def _sums(self, name: str, text: str, *labels: str) -> Sums:
+        return Sums(name, text, labels, self.registry)
+
     # Without labels they have the service's own.
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        made = Counter(PREFIX + name, text, labels or tuple(self._own), registry=self.registry)
-        return made if labels or not self._own else made.labels(**self._own)
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(PREFIX + name, text, tuple(self._own), registry=self.registry).labels(**self._own)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         made = Histogram(PREFIX + name, text, labels or tuple(self._own), registry=self.registry, buckets=buckets)
@@ -96,12 +97,12 @@ class CoordinatorMetrics(Metrics):
         super().__init__("coordinator", "requests")
         self._plans = tuple(plans)
         self._targets: dict[str, TargetMetrics] = {}
-        model, counter, gauge, histogram = "model_name", self._counter, self._gauge, self._histogram
+        model, counter, gauge, histogram = "model_name", self._sums, self._gauge, self._histogram
 
         # Requests.
         self._refused_by = counter("requests_refused_by_limit", "Rejected because of a limit.", "limit")
         for limit in _LIMITS:
-            self._refused_by.labels(limit)
+            self._refused_by.add(limit, number=0)
         self.running = gauge("num_requests_running", "Requests that have produced tokens.", model)
         self.waiting = gauge("num_requests_waiting", "Requests without a token yet: queued, or in prefill.", model)
         self.waiting_by_class = gauge("requests_waiting_by_priority", "The same by priority class.", model, "priority")
@@ -142,7 +143,7 @@ class CoordinatorMetrics(Metrics):
         )
         # Only these four: `vllm bench serve` adds up every metric whose name contains one of its names.
         UnderVllmNames((self.drafts, self.draft_tokens, self.accepted_tokens, self.accepted_at), self.registry)
-        self.gamma = histogram("gamma", "γ in force, per verifier step; 0 is plain decoding.", _GAMMA, model)
+        self.gamma = WholeNumbers("gamma", "γ in force, per verifier step; 0 is plain decoding.", _GAMMA, self.registry)
         self.plan_steps = counter("plan_steps", "Verifier steps by speculation plan.", model, "plan")
         self.guessed_tokens = counter("guessed_tokens", "Tokens that drafters sent.", model, "drafter")
         self.guess_bytes = counter("guess_bytes", "Guess messages of drafters, with framing, bytes.", model, "drafter")
@@ -163,7 +164,7 @@ class CoordinatorMetrics(Metrics):
             "role",
             "state",
         )
-        self.violations = CallbackCounter("protocol_violations", "Violations by workers.", ("role",), self.registry)
+        self.violations = counter("protocol_violations", "Violations by workers.", "role")
         self.round_trips = gauge("worker_round_trip_seconds", "Round trip, smoothed.", "role", "kind", "worker")
         self.worker_sessions = gauge("worker_sessions", "Our sessions on a worker.", "role", "kind", "worker")
         self.redis_up = gauge("redis_up", "1 while Redis answers: sessions survive this coordinator.")
@@ -173,7 +174,7 @@ class CoordinatorMetrics(Metrics):
     def _count_refusal(self, error: OutriderError) -> None:
         super()._count_refusal(error)
         if error.field in _LIMITS:
-            self._refused_by.labels(error.field).inc()
+            self._refused_by.add(error.field)
 
     def of(self, model: str) -> TargetMetrics:
         """Return the metrics of requests to this target."""
@@ -182,72 +183,58 @@ class CoordinatorMetrics(Metrics):
         return self._targets[model]
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterKind:
-    """Metrics of one kind of drafter."""
-
-    guessed_tokens: Counter
-    guess_bytes: Counter
-    accepted_guesses: Counter
-
-
 class TargetMetrics:
     """Coordinator metrics bound to one target."""
 
     def __init__(self, metrics: CoordinatorMetrics, model: str, plans: Iterable[str]) -> None:
         """Bind them; all labels that are known now are exported from the start."""
-        self._metrics = metrics
-        self._model = model
-        self._drafters: dict[str, DrafterKind] = {}
-        self.prompt_tokens = metrics.prompt_tokens.labels(model)
+        self.all, self.model = metrics, model
+        self._drafters: set[str] = set()  # their kinds
         self.first_token = metrics.first_token.labels(model)
         self.between = metrics.between.labels(model)
-        self.failovers = metrics.failovers.labels(model)
-        self.drafter_losses = metrics.drafter_losses.labels(model)
-        self.hidden_bytes = metrics.hidden_bytes.labels(model)
         self.whole = metrics.whole.labels(model)
         self.prompt = metrics.prompt.labels(model)
         self.output = metrics.output.labels(model)
         self.per_token = metrics.per_token.labels(model)
         self.bytes_per_accepted = metrics.bytes_per_accepted.labels(model)
-        self._generation_tokens = metrics.generation_tokens.labels(model)
-        self._drafts = metrics.drafts.labels(model)
-        self._draft_tokens = metrics.draft_tokens.labels(model)
-        self._accepted_tokens = metrics.accepted_tokens.labels(model)
+        committed = metrics.prompt_tokens, metrics.generation_tokens, metrics.hidden_bytes
+        drafted = metrics.drafts, metrics.draft_tokens, metrics.accepted_tokens
+        for sums in (*committed, *drafted, metrics.failovers, metrics.drafter_losses):
+            sums.add(model, number=0)
         self._accepted_lengths = metrics.accepted_at.lengths(model)
         self._offered_lengths = metrics.offered_at.lengths(model)
-        self._gamma = metrics.gamma.labels(model)
-        self._plan_steps = {plan: metrics.plan_steps.labels(model, plan) for plan in plans}
+        self._gamma = metrics.gamma.lengths(model)
+        for plan in plans:
+            metrics.plan_steps.add(model, plan, number=0)
         for reason in (*(reason.name.lower() for reason in FinishReason if reason), ABANDONED):
-            metrics.success.labels(model, reason)
+            metrics.success.add(model, reason, number=0)
         for code in KINDS:
-            metrics.failed.labels(model, code)
+            metrics.failed.add(model, code, number=0)
 
-    def drafter(self, kind: str) -> DrafterKind:
+    def drafter(self, kind: str) -> tuple[str, str]:
+        """Return the labels of a kind of drafter."""
         kind = kind if kind in self._drafters or len(self._drafters) < _MOST_KINDS else "other"  # drafters name it
-        if kind not in self._drafters:
-            counters = self._metrics.guessed_tokens, self._metrics.guess_bytes, self._metrics.accepted_guesses
-            self._drafters[kind] = DrafterKind(*(counter.labels(self._model, kind) for counter in counters))
-        return self._drafters[kind]
+        self._drafters.add(kind)
+        for sums in (self.all.guessed_tokens, self.all.guess_bytes, self.all.accepted_guesses):
+            sums.add(self.model, kind, number=0)
+        return self.model, kind
 
     def record_verdict(self, verdict: Verdict, gamma: int, plan: str) -> None:
         """Record a verdict. This is on the token path and takes microseconds."""
-        steps = verdict.steps
-        self._generation_tokens.inc(len(verdict.tokens))
-        for _ in range(steps):
-            self._gamma.observe(gamma)
-        self._plan_steps[plan].inc(steps)
+        to, model, steps = self.all, (self.model,), verdict.steps
+        to.generation_tokens.by_labels[model] += len(verdict.tokens)
+        self._gamma[gamma] += steps
+        to.plan_steps.by_labels[self.model, plan] += steps
         if verdict.proposed:
-            self._drafts.inc()
-            self._draft_tokens.inc(verdict.proposed)
-            self._accepted_tokens.inc(verdict.accepted)
+            to.drafts.by_labels[model] += 1
+            to.draft_tokens.by_labels[model] += verdict.proposed
+            to.accepted_tokens.by_labels[model] += verdict.accepted
             self._offered_lengths[verdict.proposed] += 1
             self._accepted_lengths[verdict.accepted] += 1
 
     def count_ended(self, reason: str, code: str = "") -> None:
         """Count a request that has ended: by an error of this code, or for this reason."""
-        ended = self._metrics.failed if code else self._metrics.success
-        ended.labels(self._model, code or reason).inc()
+        (self.all.failed if code else self.all.success).add(self.model, code or reason)
 
 
 class VerifierMetrics(Metrics):

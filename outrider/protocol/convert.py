@@ -140,8 +140,8 @@ def guess_from_proto(proto: common.Guess) -> Guess:
 
 def guess_bytes(proto: common.Guess) -> tuple[int, int]:
     """Return a guess's bytes on a stream: its tokens and probabilities alone, and everything with framing."""
-    payload = sum(varint_bytes(token) for token in proto.tokens) + len(proto.parents)
-    payload += sum(distribution.ByteSize() for distribution in proto.draft_probs)
+    payload = sum(map(varint_bytes, proto.tokens)) + len(proto.parents)
+    payload += sum(map(common.Distribution.ByteSize, proto.draft_probs))
     return payload, proto.ByteSize() + FRAMING_BYTES
 
 

@@ -15,7 +15,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc._cython import cygrpc
 
-from outrider.base.aio import Call
+from outrider.base.aio import Call, WriteTimer
 from outrider.protocol import convert
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError
 from outrider.protocol.field_limits import check_fields
@@ -98,7 +98,7 @@ def _checked_unary_handler(behaviour: Callable[..., Awaitable[Any]]) -> Callable
 
 def _checked_stream_handler(behaviour: Callable[..., AsyncIterator[Any]], write_timeout_s: float) -> Callable[..., Any]:
     async def checked(request: Any, context: Call) -> None:
-        timer = _WriteTimer(write_timeout_s)
+        timer = WriteTimer(write_timeout_s)
         try:
             async with contextlib.aclosing(behaviour(_valid(request), context)) as replies, timer.timeout:  # type: ignore[type-var]
                 async for reply in replies:
@@ -126,23 +126,6 @@ def _checked_stream_handler(behaviour: Callable[..., AsyncIterator[Any]], write_
                 await abort(context, Expired(unread, field="write_timeout_s", limit=f"{write_timeout_s:g} s"))
 
     return checked
-
-
-class _WriteTimer:
-    """Timeout of the writes of one stream, by one timer for all of them."""
-
-    def __init__(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        self.timeout, self.now, self._seconds = asyncio.timeout(None), loop.time, seconds
-        self.began: float | None = None  # the write in progress
-        self.handle = loop.call_later(seconds, self._check)
-
-    def _check(self) -> None:
-        over_at = (self.began or self.now()) + self._seconds
-        if over_at <= self.now():
-            self.timeout.reschedule(over_at)
-        else:
-            self.handle = asyncio.get_running_loop().call_at(over_at, self._check)
 
 
 async def abort(context: Call, error: OutriderError) -> NoReturn:

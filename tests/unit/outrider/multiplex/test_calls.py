@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from outrider.base.aio import until
 from outrider.multiplex.calls import MAX_UNSENT, MAX_UNSENT_BYTES, MultiplexedCall, OwnCall
 from outrider.multiplex.frames import WINDOW_BYTES, FrameQueue
-from outrider.multiplex.stream import MultiplexedStream
 
 
 def stuck() -> OwnCall:
@@ -39,7 +38,7 @@ async def test_what_was_written_is_not_counted() -> None:
 
 
 async def test_the_same_holds_within_a_shared_stream() -> None:
-    call = MultiplexedCall(MultiplexedStream(1, {}, FrameQueue(), WINDOW_BYTES, 1 << 30))
+    call = MultiplexedCall(1, {}, FrameQueue(), WINDOW_BYTES, 1 << 30)
     assert call.send(b"x" * 2 * MAX_UNSENT_BYTES), "the first one may be a long prompt"
     assert sum(call.send(b"") for _ in range(MAX_UNSENT + 9)) == MAX_UNSENT
 

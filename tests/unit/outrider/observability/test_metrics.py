@@ -58,7 +58,7 @@ def test_no_two_services_give_one_name_two_meanings() -> None:
 
 def test_several_sets_live_in_one_process() -> None:
     one, other = CoordinatorMetrics(WAYS), CoordinatorMetrics(WAYS)
-    one.of("target").prompt_tokens.inc(5)
+    one.of("target").all.prompt_tokens.add("target", number=5)
     other.of("target")
     assert value(one, "prompt_tokens_total", model_name="target") == 5
     assert value(other, "prompt_tokens_total", model_name="target") == 0
@@ -154,7 +154,7 @@ def test_drafters_cannot_add_labels_without_end() -> None:
     """A drafter names its kind itself."""
     metrics = CoordinatorMetrics(WAYS)
     for number in range(1_000):
-        metrics.of("m").drafter(f"kind-{number}").guessed_tokens.inc()
+        metrics.guessed_tokens.add(*metrics.of("m").drafter(f"kind-{number}"))
     kinds = {
         sample.labels["drafter"] for each in families(metrics) for sample in each.samples if "drafter" in sample.labels
     }
