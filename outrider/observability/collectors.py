@@ -18,13 +18,14 @@ PREFIX = "outrider_"
 _VLLM_PREFIX = "vllm:"
 _VLLM_ENGINE = "0"  # vLLM numbers the engines of a server; a coordinator is one
 
+_Kind = type[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]
 GaugeValues = Iterable[tuple[Any, ...]]  # label values, and the number
 
 
 class CallbackGauge:
     """Gauge that is read when scraped: `source` returns label values and a number for each."""
 
-    _kind: type[Any] = GaugeMetricFamily
+    _kind: _Kind = GaugeMetricFamily
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self._family = partial(self._kind, PREFIX + name, text, labels=labels)
@@ -44,7 +45,7 @@ class CallbackGauge:
 class CallbackCounter(CallbackGauge):
     """Counter that is read when scraped, for counts kept elsewhere."""
 
-    _kind: type[Any] = CounterMetricFamily
+    _kind: _Kind = CounterMetricFamily
 
 
 class Sums(CallbackCounter):
