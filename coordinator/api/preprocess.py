@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import structlog
 
@@ -39,6 +40,7 @@ class ClientRequest:
     cache_salt: str = ""
     max_tokens_given: bool = True
     default_tokens: int | None = None  # of `max_tokens`, where the context has room
+    form: str = ""  # of calls in the answer: in another one they would be read as text
 
 
 @contextlib.contextmanager
@@ -99,3 +101,16 @@ def prompt_tokens(request: ClientRequest, target: Target, limit: int) -> tuple[i
     if not tokens:
         raise InvalidRequest.of(kind, "no tokens", "at least one token")
     return tokens
+
+
+def one_system(messages: Iterable[dict[str, Any]], target: Target) -> list[dict[str, Any]]:
+    """Return messages with those of the system at the beginning as one, and with later ones if these are not shown."""
+    given = [*messages]
+    roles = [message["role"] for message in given]
+    begun = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
+    first = ("system",) if begun else ()
+    if "system" in roles[begun:] and not target.shows(*first, "user", "assistant", "system", "user"):
+        given.sort(key=lambda message: message["role"] != "system")
+        begun = roles.count("system")
+    joined = "\n\n".join(filter(None, (message["content"] for message in given[:begun])))
+    return [{"role": "system", "content": joined}] * bool(begun) + given[begun:]

@@ -14,10 +14,9 @@ import structlog
 from coordinator.admission.byte_budget import ByteBudget
 from coordinator.admission.waiting.urgency import set_urgency, urgency
 from coordinator.api.gauges import connect_gauges
-from coordinator.api.http.agents.dialects import one_system
 from coordinator.api.http.app import Api
 from coordinator.api.http.server import HttpServer
-from coordinator.api.preprocess import ClientRequest, admission, prepare
+from coordinator.api.preprocess import ClientRequest, admission, one_system, prepare
 from coordinator.api.registry_service import RegistryService
 from coordinator.api.whole_messages import WholeMessages
 from coordinator.attachment.service import AttachmentService

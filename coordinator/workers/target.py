@@ -37,7 +37,7 @@ _READING = ThreadPoolExecutor(2, "tokenizers")  # requests have others, which no
 _FIELD = {"type": "object", "properties": {"word": {"type": "string"}}}
 _TOOL = {"type": "function", "function": {"name": "note", "description": "Note a word.", "parameters": _FIELD}}
 _CALL = {"id": "outrider1", "type": "function", "function": {"name": "note", "arguments": {"word": "outrun"}}}
-CALLED = {"calls": "outrun", "results": "Noted."}  # what tells in `_CHAT` that they are shown
+_SHOWN = {"calls": "outrun", "results": "Noted."}  # what tells in `_CHAT` that they are shown
 _CHAT: Sequence[Mapping[str, object]] = [
     PROBE,
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
@@ -113,8 +113,8 @@ class Target:
         Without tools, one that drops either knows neither.
         """
         without, others = (self.preview(Chat(_CHAT, tools)) for tools in ((), [_TOOL]))
-        lost = [it for it in CALLED if CALLED[it] not in others]
-        return [*CALLED] if any(word not in without for word in CALLED.values()) else [], lost
+        lost = [part for part, word in _SHOWN.items() if word not in others]
+        return [*_SHOWN] if any(word not in without for word in _SHOWN.values()) else [], lost
 
     @cached_property
     def _wants_parts(self) -> bool:

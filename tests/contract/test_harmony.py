@@ -21,7 +21,8 @@ from tests.harmony import harmony_tokenizer, make_gpt_oss
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
-KNOWN = harmony_tokenizer().get_vocab()
+TOKENIZER = harmony_tokenizer()
+KNOWN = TOKENIZER.get_vocab()
 LIKELY = {"<|end|>": 4, "<|return|>": 5, "<|message|>": 2, "<|channel|>": 2, "Ġ": -0.5, "f": -2}
 BIAS = {str(KNOWN[token]): bias for token, bias in LIKELY.items()}
 ASK: dict[str, Any] = {"model": "", "messages": CHAT, "max_tokens": 3000, "temperature": 1, "logit_bias": BIAS}
@@ -168,3 +169,22 @@ async def test_without_tools_nothing_is_constrained_and_every_mark_is_read(api: 
         found = await whole(api, 4, body)
         assert found == await whole(api, 0, body) == await streamed(api, body)
         assert "|>" not in "".join(found[:2])
+
+
+async def test_text_outside_of_messages_is_in_the_answer(api: AsyncOpenAI) -> None:
+    """Nothing constrains it, and the limit cuts it before any message has begun. It was lost."""
+    known = {name: str(KNOWN[f"<|{name}|>"]) for name in ("start", "end", "return", "call", "message", "channel")}
+    bias = dict.fromkeys(known.values(), -100) | {known["start"]: 3}
+    starts = 0
+    for seed in range(4):
+        body: dict[str, Any] = ASK | {"logit_bias": bias, "seed": seed, "max_tokens": 60}
+        choice: Any = (await api.chat.completions.create(**body, extra_body={"return_token_ids": True})).choices[0]
+        start = int(known["start"])
+        before = choice.token_ids[: choice.token_ids.index(start)] if start in choice.token_ids else choice.token_ids
+        starts += start in choice.token_ids
+        content = choice.message.content
+        text = TOKENIZER.decode(before, skip_special_tokens=True)
+        assert content.startswith(text.rstrip("\ufffd"))
+        assert "|>" not in content
+        assert await whole(api, 4, body) == ("", content, [], "length") == await streamed(api, body)
+    assert starts

@@ -22,7 +22,6 @@ from coordinator.admission.model_limits import limits_of
 from coordinator.admission.waiting.urgency import TIMEOUT_HEADER, set_urgency, timeout_of, urgency
 from coordinator.api.http import pages
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.dialects import manner_of
 from coordinator.api.http.agents.prompt_logprobs import echoed_prompts
 from coordinator.api.http.agents.replies import plan_chat
 from coordinator.api.http.agents.response_bodies import ResponsesBody
@@ -123,9 +122,7 @@ class Api:
             target = await self._sessions.targets.find(body.model, urgency().remaining_s)
             inputs, replies = await beside(request.state.size, plan, body, target, self._settings)
             requests = await requests_of(body, request.state.size, inputs, target, self._settings)
-            sent = request.state.sent
-            if sent and isinstance(body, ChatBody) and body.tools:  # another form's calls would be read as text
-                sent += manner_of(target, self._settings.tool_parser).dialect.name
+            sent = request.state.sent and request.state.sent + inputs[0].form
             requests = [replace(each, sent=sent) for each in requests]
         if isinstance(replies, Replies):
             replies.prompts = await echoed_prompts(body, self._sessions, requests, target, _key(request))

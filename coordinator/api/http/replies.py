@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -203,6 +204,11 @@ class CompletionReplies(Replies[CompletionBody]):
 
 def reason_of(session: Session) -> responses.FinishName:
     return "length" if session.record.finish_reason is FinishReason.LENGTH else "stop"
+
+
+def call_id(session: Session, index: int) -> str:
+    """Return the id of a call, the same whenever the answer is repeated. Templates of Mistral want 9 characters."""
+    return hashlib.sha256(f"{session.record.session_id}/{index}".encode()).hexdigest()[:9]
 
 
 def text_of(tokens: Sequence[Token]) -> str:

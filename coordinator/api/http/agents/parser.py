@@ -4,22 +4,43 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import groupby
+from typing import NamedTuple
 
-from coordinator.api.http.agents.calls.forms import Marked
+from coordinator.api.http.agents.calls.forms import Dialect, Marked
 from coordinator.api.http.agents.calls.scanner import TaggedScanner, head_of
-from coordinator.api.http.agents.dialects import Manner
-from coordinator.api.http.agents.formats import call_starts
+from coordinator.api.http.agents.formats import THOUGHTS, call_starts
 from coordinator.sessions.detokenizer import overlap
+from coordinator.sessions.output import Token
+from coordinator.sessions.session import Session
+from coordinator.workers.chat_template import Chat
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _BLANK = " \t\r\n"
 _BETWEEN = _BLANK + ",;"
 _MOST = 1_024  # characters that may begin thoughts or a call: each further one has all of them read again
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """Form of a target's answers: its dialect of tool calls, and whether it thinks first."""
+
+    dialect: Dialect
+    knows_tools: bool  # its chat template describes tools
+    thinks: bool = False  # it may begin with thoughts
+    thinking: bool = False  # the prompt ends in their mark
+    several: bool = True  # calls in one answer: some templates raise errors for them, or for their results
+    all_fields: bool = False  # of tools are needed: the template of Hermes raises an error without them
+    thoughts: tuple[str, str] = THOUGHTS[0]  # the marks around them
+
+    def readable(self, chat: Chat) -> Chat:
+        """Return a chat as the template reads it."""
+        return chat
 
 
 class PartKind(Enum):
@@ -29,88 +50,104 @@ class PartKind(Enum):
     ARGUMENTS = auto()  # of the last call, to be appended
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     kind: PartKind
     text: str
 
 
-class _State(Enum):
-    START = auto()
-    REASONING = auto()
-    OPENING = auto()  # of the answer itself: a call may begin here
-    CONTENT = auto()
-    CALLS = auto()  # between calls
-    CALL = auto()
+class Parser:
+    """Parser of one answer, from its text or the tokens of its session. This one takes all of it for content."""
+
+    marks: Mapping[int, str] = {}  # texts of special tokens around thoughts and calls, which have none in answers
+    reasoned = 0  # tokens of reasoning
+    calls = 0
+
+    @property
+    def cut(self) -> bool:
+        """Return whether the arguments of the last call have no end."""
+        return False
+
+    def is_thinking(self) -> bool | None:
+        """Return whether the answer is reasoning; None: nothing tells yet, or it may be later."""
+        return False
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the new parts of the answer after more of its text."""
+        return [Part(PartKind.CONTENT, text)] if text else []
+
+    def end(self) -> list[Part]:
+        """Return the last parts, after all text."""
+        return []
+
+    def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:
+        """Return the new parts of the answer after more of its tokens."""
+        parts = list[Part]()
+        texts = [token.text + self.marks.get(token.token, "") for token in reversed(tokens)]
+        while texts and self.is_thinking() is not False:
+            parts += self.feed(texts.pop())
+            self.reasoned += bool(self.is_thinking())
+        session.output.thought = max(self.reasoned, session.output.thought)  # of several parsers
+        parts += self.feed("".join(reversed(texts)) + session.output.rest.text * ended)
+        parts += self.end() if ended else ()
+        return [Part(kind, "".join(one.text for one in same)) for kind, same in groupby(parts, lambda one: one.kind)]
 
 
-class AnswerParser:
-    """Parser of one answer. Without names there are no calls; a `formatted` answer has them instead of content."""
+class AnswerParser(Parser):
+    """Parser of a text. Without names there are no calls; a `formatted` answer has them instead of content."""
 
-    def __init__(self, manner: Manner, names: Collection[str] = (), *, formatted: bool = False) -> None:
+    def __init__(
+        self, manner: Manner, names: Collection[str] = (), marks: Mapping[int, str] = {}, *, formatted: bool = False
+    ) -> None:
+        self.marks = marks
         self._dialect = dialect = manner.dialect
         self._think, self._thought = self._marks = manner.thoughts  # the latter without thoughts
         self._formatted = formatted
         self._starts = call_starts(dialect, names, formatted=formatted) if names else ()
         self._openers = (dialect.opener, dialect.alone) if names and dialect.anywhere and not formatted else ()
         self._names = names
-        self._state = _State.REASONING if manner.thinking else _State.START if manner.thinks else _State.OPENING
+        begin = AnswerParser._start if manner.thinks else AnswerParser._opening  # a step returns False if it needs more
+        self._step: Callable[[AnswerParser], bool] = AnswerParser._reasoning if manner.thinking else begin
         self._text = ""  # not yet parsed
         self._blank = ""  # white space that begins the content, if any follows
         self._parts: list[Part] = []
         self._opened = ""  # text since the opener, if what follows is no call
         self._ended = False
-        self.calls = 0
         self.said = False  # some content
         self._call: _CallScanner | TaggedScanner = _CallScanner(names)
 
     def is_thinking(self) -> bool | None:
-        """Return whether the answer is still reasoning; None: nothing tells yet."""
-        return None if self._state is _State.START else self._state is _State.REASONING
+        return None if self._step is AnswerParser._start else self._step is AnswerParser._reasoning
 
     @property
     def cut(self) -> bool:
-        """Return whether the arguments of the last call have no end."""
-        return self._state is _State.CALL and bool(self._call.named) and not self._call.complete
+        return self._step is AnswerParser._in_call and bool(self._call.named) and not self._call.complete
 
     def feed(self, text: str) -> list[Part]:
-        """Return the new parts of the answer after more of its text."""
         self._text += text
-        while self._step():
+        while self._step(self):
             pass
         parts, self._parts = self._parts, []
         return parts
 
     def end(self) -> list[Part]:
-        """Return the last parts, after all text."""
         self._ended = True
         parts = self.feed("")
-        if self.calls and self._state in (_State.CALLS, _State.CALL):
+        if self.calls and self._step in (AnswerParser._between_calls, AnswerParser._in_call):
             return parts  # what is left can only begin a further call
-        kind = PartKind.REASONING if self._state is _State.REASONING else PartKind.CONTENT
-        if self._state is _State.CALL and not self._call.named:
+        kind = PartKind.REASONING if self._step is AnswerParser._reasoning else PartKind.CONTENT
+        if self._step is AnswerParser._in_call and not self._call.named:
             self._emit(kind, self._opened + self._call.text)
-        if self._state is not _State.CALLS or self._opened:
-            self._emit(kind, self._opened * (self._state is _State.CALLS) + self._text)
+        if self._step is not AnswerParser._between_calls or self._opened:
+            self._emit(kind, self._opened * (self._step is AnswerParser._between_calls) + self._text)
         if self._blank and not self.calls:
             self._parts.append(Part(PartKind.CONTENT, self._blank))
         return parts + self._parts
 
-    def _step(self) -> bool:
-        """Parse one piece of the text. Return False if it needs more."""
-        match self._state:
-            case _State.START:
-                return self._start()
-            case _State.REASONING:
-                return self._until((self._thought,), PartKind.REASONING, _State.OPENING)
-            case _State.OPENING:
-                return self._opening()
-            case _State.CONTENT:
-                return self._until(self._openers, PartKind.CONTENT, _State.CALLS)
-            case _State.CALLS:
-                return self._between_calls()
-            case _State.CALL:
-                return self._in_call()
+    def _reasoning(self) -> bool:
+        return self._until((self._thought,), PartKind.REASONING, AnswerParser._opening)
+
+    def _content(self) -> bool:
+        return self._until(self._openers, PartKind.CONTENT, AnswerParser._between_calls)
 
     def _start(self) -> bool:
         text = self._text[:_MOST].lstrip()
@@ -118,32 +155,32 @@ class AnswerParser:
         if not (mark or self._ended) and len(self._text) < _MOST and any(it.startswith(text) for it in self._marks):
             return False
         self._text = self._text.lstrip()[len(mark) :] if mark else self._text
-        self._state = _State.REASONING if mark == self._think else _State.OPENING
+        self._step = AnswerParser._reasoning if mark == self._think else AnswerParser._opening
         return True
 
     def _opening(self) -> bool:
         """Find out whether an answer begins with calls, where only there they may be."""
-        self._state = _State.CONTENT
+        self._step = AnswerParser._content
         text = self._text.lstrip(" \n")  # other blanks begin free text, as for the grammar
         self._text = text if self._formatted else self._text
         begun = "".join(self._text[:_MOST].split()) if self._formatted else self._text[:_MOST].lstrip(" \n")
         may_begin = not self._ended and len(self._text) < _MOST
         if may_begin and any(start.startswith(begun) and start != begun for start in self._starts):
-            self._state = _State.OPENING
+            self._step = AnswerParser._opening
             return False
         if begun.startswith(self._starts):
             self._opened = self._dialect.opener if text.startswith(self._dialect.opener) else ""
             self._blank = self._text[: len(self._text) - len(text)]
             self._text = text[len(self._opened) :]
-            self._state = _State.CALLS
+            self._step = AnswerParser._between_calls
         return True
 
-    def _until(self, marks: Collection[str], kind: PartKind, then: _State) -> bool:
+    def _until(self, marks: Collection[str], kind: PartKind, then: Callable[[AnswerParser], bool]) -> bool:
         """Pass on text up to the first of these marks; an end that may begin one waits."""
         if found := [(at, mark) for mark in filter(None, marks) if (at := self._text.find(mark)) >= 0]:
             at, mark = min(found)
             self._emit(kind, self._text[:at])
-            self._text, self._opened, self._state = self._text[at + len(mark) :], mark, then
+            self._text, self._opened, self._step = self._text[at + len(mark) :], mark, then
             return True
         keep = max((overlap(self._text, mark, len(mark)) for mark in marks), default=0) * (not self._ended)
         self._emit(kind, self._text[: len(self._text) - keep])
@@ -158,7 +195,11 @@ class AnswerParser:
         for mark in (dialect.closer, dialect.opener, dialect.tail.strip() * isinstance(dialect, Marked)):
             if mark and text.startswith(mark) and (self.calls or mark == dialect.opener):
                 opens = mark == dialect.opener
-                self._state = _State.CONTENT if mark == dialect.closer and not dialect.opens_each else _State.CALLS
+                self._step = (
+                    AnswerParser._content
+                    if mark == dialect.closer and not dialect.opens_each
+                    else AnswerParser._between_calls
+                )
                 return self._take(text, mark * opens, len(mark))
             if text and mark.startswith(text) and (self.calls or not self._ended):
                 self._text = "" if self._ended else self._text
@@ -169,13 +210,13 @@ class AnswerParser:
             return self._take(text, "[", 1)
         if (call := self._call_in(text)) is not None:
             self._call = call
-            self._state = _State.CALL
+            self._step = AnswerParser._in_call
             return self._take(text, "", 0)
         more = (self.calls or not self._ended) and 0 < len(text) < _MOST
         if more and isinstance(dialect, Marked) and self._expected and head_of(dialect)[1].fullmatch(text):
             return False
         self._emit(PartKind.CONTENT, self._opened)
-        self._opened, self._state = "", _State.CONTENT
+        self._opened, self._step = "", AnswerParser._content
         return True
 
     @property
@@ -214,10 +255,10 @@ class AnswerParser:
         if not self._call.done:
             return False
         if self._call.named:
-            self._state = _State.CALLS
+            self._step = AnswerParser._between_calls
         else:
             self._emit(PartKind.CONTENT, self._opened + self._call.text)
-            self._opened, self._state = "", _State.CONTENT
+            self._opened, self._step = "", AnswerParser._content
         return True
 
     def _emit(self, kind: PartKind, text: str) -> None:

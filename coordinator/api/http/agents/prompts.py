@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from coordinator.api.http.agents.bodies import ChatFields, Tool
-from coordinator.api.http.agents.calls.forms import HARMONY, Dialect, give_ids
-from coordinator.api.http.agents.dialects import Manner, one_system
-from coordinator.api.http.agents.gpt_oss import harmony
+from coordinator.api.http.agents.calls.forms import Dialect, give_ids
+from coordinator.api.http.agents.parser import Manner
+from coordinator.api.preprocess import one_system
 from coordinator.workers.chat_template import Chat
-from coordinator.workers.target import CALLED, Target
+from coordinator.workers.target import Target
 
 _INSTRUCTIONS = """You can call these functions. Each line is one of them, with the JSON schema of its parameters:
 {tools}
@@ -31,14 +31,14 @@ def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner, target: Tar
     functions = (absent | tool.function.model_dump(exclude_none=True, exclude={"strict", "type"}) for tool in tools)
     described = [{"type": "function", "function": function} for function in functions]
     if not manner.knows_tools:
-        _put_in_words(messages, manner.dialect, CALLED)
+        _put_in_words(messages, manner.dialect, ("calls", "results"))
         if described:
             _instruct(messages, described, manner.dialect, target)
         described = []
     elif any("tool_calls" in message for message in messages):
         _put_in_words(messages, manner.dialect, target.dropped[bool(described)])
     chat = Chat(messages, described, body.add_generation_prompt, body.continue_final_message, body.variables)
-    return harmony.readable(chat) if manner.dialect is HARMONY else chat
+    return manner.readable(chat)
 
 
 def _instruct(messages: list[dict[str, Any]], tools: Sequence[Any], dialect: Dialect, target: Target) -> None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from coordinator.api.http import responses
-from coordinator.api.http.agents.bodies import ChatBody, ToolChoice, lenient
-from coordinator.api.http.agents.calls.forms import HARMONY
-from coordinator.api.http.agents.dialects import Manner, manner_of
-from coordinator.api.http.agents.gpt_oss import harmony
-from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
+from coordinator.api.http.agents.bodies import ChatBody, lenient
+from coordinator.api.http.agents.dialects import manner_of
+from coordinator.api.http.agents.parser import Parser, PartKind
 from coordinator.api.http.agents.prompts import chat_of
-from coordinator.api.http.agents.tool_grammar import grammar_of
 from coordinator.api.http.answer import input_of
 from coordinator.api.http.bodies import ChatOptions
 from coordinator.api.http.failures import FIELD_NAMES
-from coordinator.api.http.replies import Replies, reason_of, text_of
+from coordinator.api.http.replies import Replies, call_id, reason_of
 from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
@@ -33,16 +28,15 @@ _FIELDS = {"params.grammar": "response_format", "prompt": "messages"}  # by thei
 
 def plan_chat(body: ChatBody, target: Target, settings: CoordinatorSettings) -> tuple[list[ClientRequest], ChatReplies]:
     """Return the input of a chat, and the formatter of its replies."""
-    request, manner = chat_input(body, target, settings)
-    tools = None if body.calls_required is None else body.tools
-    body = body.model_copy(update={"messages": [], "tools": tools})  # an answer may take minutes, and these megabytes
-    return [request], ChatReplies(body, target, manner)
+    request, parsers = chat_input(body, target, settings)
+    body = body.model_copy(update={"messages": [], "tools": None})  # an answer may take minutes, and these megabytes
+    return [request], ChatReplies(body, target, parsers)
 
 
 def chat_input(
     body: ChatBody, target: Target, settings: CoordinatorSettings, names: Mapping[str, str] = _FIELDS
-) -> tuple[ClientRequest, Manner]:
-    """Return the input of a chat, and the form of its answers. Errors name fields as the request does."""
+) -> tuple[ClientRequest, list[Parser]]:
+    """Return the input of a chat, and a parser of each answer. Errors name fields as the request does."""
     given = "structured_outputs" if body.structured_outputs else names["params.grammar"]
     given = f"tools and {given}" if body.formatted else given if body.calls_required is None else "tools"
     FIELD_NAMES.get({}).update({**names, "params.grammar": given})
@@ -57,45 +51,9 @@ def chat_input(
     opened = thinks and target.preview(chat).rstrip().endswith(manner.thoughts[0])  # templates may look into messages
     manner = replace(manner, thinks=thinks, thinking=opened)
     schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.callable_tools if tools}
-    if manner.dialect is HARMONY:
-        grammar = harmony.grammar_of(schemas, body, target, grammar)
-    elif required is not None:
-        several = manner.several and body.parallel_tool_calls is not False
-        parallel = several and not isinstance(body.tool_choice, ToolChoice)
-        grammar = grammar_of(schemas, manner, target, required=required, parallel=parallel, answer=grammar)
-    return replace(request, params=replace(request.params, grammar=grammar)), manner
-
-
-class AnswerReader:
-    """Reader of one answer in parts, from the tokens of its session."""
-
-    def __init__(self, body: ChatBody, target: Target, manner: Manner) -> None:
-        tools = body.callable_tools if body.calls_required is not None else []
-        names = {tool.function.name: tool.function.schema_of_arguments for tool in tools}
-        self.parser: AnswerParser | harmony.HarmonyParser = AnswerParser(manner, names, formatted=body.formatted)
-        self._plain = not names and not manner.thinks and manner.dialect is not HARMONY  # all of it is content
-        self._thought = 0
-        added = {} if self._plain else target.tokenizer.added_tokens_decoder
-        marks = "\n".join([manner.dialect.marks] * bool(names) + [*manner.thoughts] * manner.thinks)
-        self.marks = {id_: token.content for id_, token in added.items() if token.special and token.content in marks}
-        if manner.dialect is HARMONY:
-            self.parser = harmony.HarmonyParser(names, continued=body.continue_final_message)
-            self.marks = {id_: harmony.MARKS[it.content] for id_, it in added.items() if it.content in harmony.MARKS}
-
-    def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:
-        if self._plain:
-            text = text_of(tokens) + session.output.rest.text * ended
-            return [Part(PartKind.CONTENT, text)] if text else []
-        # Special tokens have no text in answers, also those that mark calls.
-        parser, parts = self.parser, list[Part]()
-        texts = [token.text + self.marks.get(token.token, "") for token in reversed(tokens)]
-        while texts and parser.is_thinking() is not False:
-            parts += parser.feed(texts.pop())
-            self._thought += bool(parser.is_thinking())
-        session.output.thought = max(self._thought, session.output.thought)  # of several readers
-        parts += parser.feed("".join(reversed(texts)) + session.output.rest.text * ended)
-        parts += parser.end() if ended else ()
-        return [Part(kind, "".join(one.text for one in same)) for kind, same in groupby(parts, lambda one: one.kind)]
+    params = replace(request.params, grammar=manner.grammar(schemas, body, target, grammar))
+    request = replace(request, params=params, form=manner.dialect.name if body.tools else "")
+    return request, manner.parsers(schemas, body, target)
 
 
 class ChatReplies(Replies[ChatOptions]):
@@ -105,9 +63,9 @@ class ChatReplies(Replies[ChatOptions]):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, target: Target, manner: Manner) -> None:
+    def __init__(self, body: ChatBody, target: Target, parsers: Sequence[Parser]) -> None:
         super().__init__(body, target)
-        self._readers = [AnswerReader(body, target, manner) for _ in range(body.choices)]
+        self._parsers = parsers
 
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.ChatChoice:
         return {
@@ -161,8 +119,8 @@ class ChatReplies(Replies[ChatOptions]):
 
     def _deltas(self, number: int, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[responses.Delta]:
         deltas: list[responses.Delta] = []
-        at = self._readers[number].parser.calls - 1
-        for part in self._readers[number].read(session, tokens, ended=ended):
+        at = self._parsers[number].calls - 1
+        for part in self._parsers[number].read(session, tokens, ended=ended):
             call: responses.ToolCallDelta = {"function": {"arguments": part.text}}
             if part.kind is PartKind.CALL:
                 at += 1
@@ -177,8 +135,7 @@ class ChatReplies(Replies[ChatOptions]):
         return deltas
 
     def _reason(self, number: int, session: Session) -> responses.FinishName:
-        reason = reason_of(session)
-        parser = self._readers[number].parser
+        reason, parser = reason_of(session), self._parsers[number]
         return "tool_calls" if reason == "stop" and parser.calls and not parser.cut else reason
 
 
@@ -193,8 +150,3 @@ def logprobs_of(tokens: Sequence[Token], target: Target) -> list[responses.Conte
     return [
         {**told(token, it.logprob), "top_logprobs": [*map(told, it.top_ids, it.top_logprobs)]} for token, it in known
     ]
-
-
-def call_id(session: Session, index: int) -> str:
-    """Return the id of a call, the same whenever the answer is repeated. Templates of Mistral want 9 characters."""
-    return hashlib.sha256(f"{session.record.session_id}/{index}".encode()).hexdigest()[:9]

@@ -13,13 +13,12 @@ from typing_extensions import TypedDict
 
 from coordinator.admission.model_limits import limits_of
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.dialects import Manner
-from coordinator.api.http.agents.parser import Part, PartKind
-from coordinator.api.http.agents.replies import AnswerReader, call_id, chat_input, logprobs_of
+from coordinator.api.http.agents.parser import Parser, Part, PartKind
+from coordinator.api.http.agents.replies import chat_input, logprobs_of
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.answer import SILENCE_S, progress
 from coordinator.api.http.failures import body_of
-from coordinator.api.http.replies import Answering, metrics, reason_of, usage
+from coordinator.api.http.replies import Answering, call_id, metrics, reason_of, usage
 from coordinator.api.http.responses import AnswerMetrics, CompletionDetails, ContentLogprob, PromptDetails
 from coordinator.api.http.streams import Encoded
 from coordinator.api.preprocess import ClientRequest, prompt_tokens
@@ -137,8 +136,8 @@ def plan_response(
 
     if body.truncation == "auto" and not fits(chat) and (left := [*shortened(chat)]):
         chat = left[bisect_left(left, True, hi=len(left) - 1, key=fits)]
-    request, manner = chat_input(chat, target, settings, _FIELDS)
-    return [request], ResponseReplies(body, target, manner)
+    request, [parser] = chat_input(chat, target, settings, _FIELDS)
+    return [request], ResponseReplies(body, target, parser)
 
 
 def shortened(chat: ChatBody) -> Iterator[ChatBody]:
@@ -160,14 +159,14 @@ def shortened(chat: ChatBody) -> Iterator[ChatBody]:
 class ResponseReplies:
     """Formatter of the reply to one request, whole and in events."""
 
-    def __init__(self, body: ResponsesBody, target: Target, manner: Manner) -> None:
+    def __init__(self, body: ResponsesBody, target: Target, parser: Parser) -> None:
         given = {name: ResponsesBody.model_fields[name].default for name in _GIVEN}
         given |= body.model_dump(include=_GIVEN, exclude_none=True, by_alias=True)
         given["tools"] = [tool for tool in given["tools"] if "name" in tool]
         given["text"] = {"format": {"type": "text"}} | (given["text"] or {})
         self._given = {name: Encoded(value) for name, value in given.items()}  # three events have it
         self._names = {tool.name: named for tool, named in body.functions}  # of calls, by what the target is told
-        self._reader = AnswerReader(body.chat, target, manner)
+        self._parser = parser
         self._created = int(time.time())
         self._items: list[Json] = []
         self._kind: PartKind | None = None  # of the item that is open
@@ -239,9 +238,9 @@ class ResponseReplies:
 
     def _read(self, session: Session, tokens: Sequence[Token]) -> Sequence[Part]:
         """Return new parts. The log probabilities of other parts, and of the marks around them, are left out."""
-        parser, marked = self._reader.parser, any(it.token in self._reader.marks for it in tokens)
+        parser, marked = self._parser, any(it.token in self._parser.marks for it in tokens)
         thought = parser.is_thinking()
-        parts = self._reader.read(session, tokens, ended=not tokens)
+        parts = parser.read(session, tokens, ended=not tokens)
         self._next += map(Encoded, logprobs_of(tokens, self._target))
         spoken = any(part.kind is PartKind.CONTENT for part in parts)
         if not spoken and (parts or marked or thought or parser.is_thinking()):
@@ -265,7 +264,7 @@ class ResponseReplies:
         if not self._items:
             yield from self._begin(session, Part(PartKind.CONTENT, ""))
         called = "completed" if self._kind is PartKind.CALL else status
-        yield from self._close("incomplete" if self._reader.parser.cut else called)
+        yield from self._close("incomplete" if self._parser.cut else called)
 
     def _begin(self, session: Session, begun: Part) -> Iterator[Json]:
         yield from self._close("completed")

@@ -14,9 +14,9 @@ from typing import Any
 from coordinator.api.http.agents.calls.arguments import arguments_rule
 from coordinator.api.http.agents.calls.forms import Dialect, Marked
 from coordinator.api.http.agents.calls.marks import MarkRules
-from coordinator.api.http.agents.calls.schemas import bare, guided
-from coordinator.api.http.agents.dialects import Manner
-from coordinator.api.http.agents.formats import call_schema, rule_of
+from coordinator.api.http.agents.calls.schemas import bare, guided, placed
+from coordinator.api.http.agents.formats import rule_of
+from coordinator.api.http.agents.parser import Manner
 from coordinator.workers.target import Target
 from outrider.protocol.sampling_params import Grammar
 
@@ -63,8 +63,11 @@ class _Rules(MarkRules):
         each, first, tail = [], [], self.mark(dialect.tail)
         for number, (name, schema) in enumerate(tools.items()):
             (begin, head), whole = self.head(dialect, name), guided(bare(schema))
-            if self._format and dialect.bare:
-                whole, head, tail = call_schema(name, schema, dialect), "", ""
+            if self._format and dialect.bare:  # its texts and answers in JSON may begin in the same way
+                given = placed(schema, f"#/properties/{dialect.arguments}")
+                fields = {"name": {"const": name}, dialect.arguments: given}
+                call = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+                whole, head, tail = {"x-guidance": whole["x-guidance"], **call}, "", ""
             rule = f"%json {json.dumps(whole)} // {name}"
             if isinstance(dialect, Marked) and dialect.value:
                 rule = arguments_rule(dialect, name, schema, self)

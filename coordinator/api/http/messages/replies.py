@@ -11,12 +11,11 @@ from typing import Any
 from pydantic_core import from_json
 
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.dialects import Manner
-from coordinator.api.http.agents.parser import Part, PartKind
-from coordinator.api.http.agents.replies import AnswerReader, call_id, chat_input
+from coordinator.api.http.agents.parser import Parser, Part, PartKind
+from coordinator.api.http.agents.replies import chat_input
 from coordinator.api.http.answer import SILENCE_S, progress
 from coordinator.api.http.messages.types import MessageUsage, ModelMessage
-from coordinator.api.http.replies import Answering, metrics, reason_of, usage
+from coordinator.api.http.replies import Answering, call_id, metrics, reason_of, usage
 from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
@@ -42,17 +41,17 @@ def plan_message(
     chat: ChatBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], MessageReplies]:
     """Return the input of a message, and the formatter of its replies."""
-    request, manner = chat_input(chat, target, settings, _FIELDS)
-    return [request], MessageReplies(chat, target, manner)
+    request, [parser] = chat_input(chat, target, settings, _FIELDS)
+    return [request], MessageReplies(chat, target, parser)
 
 
 class MessageReplies:
     """Formatter of the reply to one request, whole and in events."""
 
-    def __init__(self, chat: ChatBody, target: Target, manner: Manner) -> None:
+    def __init__(self, chat: ChatBody, target: Target, parser: Parser) -> None:
         self._model = target.served_name
         self._limit = chat.limit or 0
-        self._reader = AnswerReader(chat, target, manner)
+        self._parser = parser
         self._content: list[Json] = []
         self._kind: PartKind | None = None  # of the block that is open
         self._text = ""  # of it
@@ -73,7 +72,7 @@ class MessageReplies:
                     begun = True
                     yield {"type": "message_start", "message": self._message(session)}
                     yield {"type": "ping"}
-                for part in self._reader.read(session, tokens, ended=not tokens):
+                for part in self._parser.read(session, tokens, ended=not tokens):
                     for event in self._added(session, part):
                         yield event
             for event in self._ended(session):
@@ -137,7 +136,7 @@ class MessageReplies:
 
     def _end(self, session: Session) -> Json:
         """Return why the answer ended. It has a limit below the one asked for where the context left no more."""
-        parser, stop = self._reader.parser, session.output.rest.stop
+        parser, stop = self._parser, session.output.rest.stop
         if reason_of(session) == "length":
             full = session.record.request.params.max_tokens < self._limit
             reason, stop = "model_context_window_exceeded" if full else "max_tokens", ""

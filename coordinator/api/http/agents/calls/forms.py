@@ -29,6 +29,7 @@ class Dialect:
     spaced: bool = False  # white space is free within a list of calls
     bare: bool = False  # calls are objects that nothing marks but their place
     alone: str = ""  # mark with which a call may begin without the opener
+    value: str = ""  # between the name of an argument and a text, where arguments are no JSON object
 
     def head(self, name: str) -> str:
         """Return the text of a call up to its arguments."""
@@ -67,7 +68,6 @@ class Marked(Dialect):
     begin: str = ""  # before the name
     named: str = ""  # after it
     key: str = ""  # before the name of an argument, where these have tags; in Python, there is none
-    value: str = ""  # between that name and a text; empty: arguments are a JSON object
     other: str = ""  # instead, before another value; empty: the same
     ends: str = ""  # after a value
     written: Callable[[Any], str] = as_text  # a value
@@ -98,7 +98,6 @@ HERMES = Dialect("hermes", "<tool_call>", "</tool_call>", opens_each=True, anywh
 LLAMA3 = Dialect("llama3", "<|python_tag|>", between="; ", arguments="parameters", bare=True)
 MISTRAL = Dialect("mistral", "[TOOL_CALLS]", "]", anywhere=True, before="[", between=", ")
 JSON = Dialect("json", bare=True)
-HARMONY = Dialect("harmony", "<|channel|>final", anywhere=True)  # of gpt-oss, whose answers are messages: see gpt_oss/
 _LIST: dict[str, Any] = {"anywhere": True, "between": ",", "spaced": True}
 NEMOTRON = Dialect("nemotron", "<TOOLCALL>", "]</TOOLCALL>", before="[", **_LIST)
 HUNYUAN = Dialect("hunyuan_a13b", "<tool_calls>", "]</tool_calls>", before="[", **_LIST)
@@ -151,7 +150,6 @@ PYTHONIC = replace(LFM2, name="pythonic", anywhere=False, opener="[", before="",
 OLMO3 = _of("olmo3", ("<function_calls>", "", "", "</function_calls>"), written=as_json, **_PYTHON)
 # The first dialect counts of which a template has all these texts. If it has none of a named one, the last counts.
 _SHOWN: tuple[tuple[Dialect, tuple[str, ...]], ...] = (
-    (HARMONY, (HARMONY.opener,)),
     (JSON, (HUNYUAN.opener, GLM45.opener, GLM45.key)),  # of Hunyuan's V3 and V4, which cannot be read
     (JSON, ("]<]minimax[>[",)),  # of MiniMax M3, likewise
     (SEED_OSS, (SEED_OSS.opener,)),
@@ -184,8 +182,8 @@ _SHOWN: tuple[tuple[Dialect, tuple[str, ...]], ...] = (
 
 
 def dialect_of(template: str, parser: str) -> Dialect:
-    """Return the dialect that a chat template shows, among harmony and those of this name unless it is `auto`."""
-    named = [row for row in _SHOWN if parser in ("auto", row[0].name) or row[0] is HARMONY]
+    """Return the dialect that a chat template shows, among those of this name unless it is `auto`."""
+    named = [row for row in _SHOWN if parser in ("auto", row[0].name)]
     return next((dialect for dialect, texts in named if all(text in template for text in texts)), named[-1][0])
 
 

@@ -10,55 +10,56 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.calls.forms import HARMONY
 from coordinator.api.http.agents.calls.schemas import bare, guided
 from coordinator.api.http.agents.formats import rule_of
-from coordinator.api.http.agents.parser import Part, PartKind
+from coordinator.api.http.agents.parser import Parser, Part, PartKind
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 from outrider.protocol.sampling_params import Grammar
 
+FINAL = "<|channel|>final"  # in its template alone
 # The special tokens, for the parser as characters that no text has: a text may spell `<|end|>`.
 _NAMES = ("start", "end", "return", "call", "channel", "message", "constrain")
 MARKS = {f"<|{name}|>": chr(0xD800 + at) for at, name in enumerate(_NAMES)}
-_START, _END, _RETURN, _CALL, _CHANNEL, _MESSAGE, _ = MARKS.values()
+_START, _END, _RETURN, _CALL, _CHANNEL, _MESSAGE, _CONSTRAIN = MARKS.values()
 _ANY = "".join(MARKS.values())
 _MARK = re.compile(f"([{_ANY}])")
 _RECIPIENT = re.compile(rf"\bto=(?:functions\.)?([^\s{_ANY}]+)")
 _CHANNEL_NAME = re.compile(rf"{_CHANNEL}\s*(\w+)")
+# What a header begins with, and what may be the beginning of the rest: another recipient, or a type.
+_NAMED = re.compile(rf"(.*?{_CHANNEL}\s*\w*|({_START}\w*)?)(\s+to=[^\s{_ANY}]*)?", re.DOTALL)
+_MORE = re.compile(rf"\s*(to?|{_CONSTRAIN}?(j(s(on?)?)?)?)")
 _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # the model knows low, medium and high
 
 
-class HarmonyParser:
+class HarmonyParser(Parser):
     """Parser of one answer. Messages to anything but the user and these functions are reasoning."""
 
-    def __init__(self, names: Collection[str] = (), *, continued: bool = False) -> None:
-        self._names = names
+    def __init__(self, names: Collection[str] = (), marks: Mapping[int, str] = {}, *, continued: bool = False) -> None:
+        self._names, self.marks = names, marks
         self._kind = PartKind.CONTENT if continued else None  # of the message; None: its header has not ended
         self._header = ""  # after the mark that began it, or ended the message before
         self._said = set[PartKind]()
         self._between = ""  # this message and another of its kind
         self._arguments = ""  # of the last call
-        self.calls = 0
 
     def is_thinking(self) -> bool | None:
-        """Return whether the answer is reasoning; None: it is not now, but may be later."""
-        return self._kind is PartKind.REASONING or None
+        return self._kind is PartKind.REASONING or None  # not now, but maybe later
 
     @property
     def cut(self) -> bool:
-        """Return whether the arguments of the last call have no end."""
         with suppress(ValueError, RecursionError):
             return not isinstance(json.loads(self._arguments), dict)
         return self.calls > 0
 
     def feed(self, text: str) -> list[Part]:
-        """Return the new parts of the answer after more of its text."""
         return [part for piece in _MARK.split(text) if piece for part in self._read(piece)]
 
     def end(self) -> list[Part]:
-        """Return the last parts, after all text: an answer without marks is content."""
-        return [] if self._kind or _MARK.search(self._header) else self._say(PartKind.CONTENT, self._header)
+        """Return the last parts: of a header that was cut its text, if it has more than belongs to one."""
+        rest = _NAMED.sub("", self._header, count=1)
+        begun = rest != self._header and _MORE.fullmatch(rest)
+        return [] if self._kind or begun else self._unmarked()
 
     def _read(self, piece: str) -> list[Part]:
         """Read a mark, or text without marks."""
@@ -66,8 +67,7 @@ class HarmonyParser:
         if self._kind is None and piece == _MESSAGE:
             parts = self._begin(self._header)
         elif piece in (_START, _END, _RETURN, _CALL) or (self._kind and piece == _CHANNEL):
-            if self._kind is None and piece != _START:
-                parts = self._unmarked()
+            parts = self._unmarked() if self._kind is None else []
             self._kind, self._header = None, piece
         elif self._kind is None:
             self._header += piece
@@ -89,10 +89,9 @@ class HarmonyParser:
 
     def _unmarked(self) -> list[Part]:
         """Return the parts of a message that has ended without the mark after its header."""
-        if (channel := _CHANNEL_NAME.search(self._header)) is None:
-            return self.end()
-        parts = self._begin(self._header[: channel.end()])
-        return parts + self._say(self._kind, _MARK.sub("", self._header[channel.end() :]))
+        rest = _NAMED.sub("", self._header, count=1)
+        parts = self._begin(self._header.removesuffix(rest))
+        return parts + self._say(self._kind, _MARK.sub("", rest))
 
     def _say(self, kind: PartKind | None, text: str) -> list[Part]:
         if not text or kind is None:
@@ -161,7 +160,7 @@ def grammar_of(tools: Mapping[str, Any], body: ChatBody, target: Target, answer:
         f'thought: {channel} "analysis" {message} TEXT? {end} {again}',
         f'preamble: {channel} "commentary" {message} TEXT? {end} {again}',
         f'form: (" json" | " "? {constrain} "json")?',
-        rule_of(answer, HARMONY) if answer else "answer: TEXT?",
+        rule_of(answer) if answer else "answer: TEXT?",
         r"TEXT: /(.|\n)+/",
     ]
     calls = []

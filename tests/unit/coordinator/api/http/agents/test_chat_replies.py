@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.calls.forms import HERMES
-from coordinator.api.http.agents.dialects import Manner
+from coordinator.api.http.agents.dialects import TextManner
 from coordinator.api.http.agents.replies import ChatReplies
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.output import SessionOutput
@@ -51,7 +51,9 @@ async def test_each_choice_is_its_own_whichever_begins(order: Sequence[int]) -> 
 
     waiting, state = list(order), ChatCompletionStreamState()
     say(waiting.pop(0))
-    async for chunk in ChatReplies(body, target, Manner(HERMES, True)).chunks(answering()):
+    async for chunk in ChatReplies(body, target, TextManner(HERMES, True).parsers({}, body, target)).chunks(
+        answering()
+    ):
         state.handle_chunk(ChatCompletionChunk.model_validate(chunk, strict=True))
         if waiting and chunk["choices"][0]["finish_reason"]:
             say(waiting.pop(0))
@@ -78,7 +80,8 @@ async def test_long_answers_are_parsed_beside_the_event_loop(length: int, *, bes
         yield sessions
 
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "Hi."}], "n": 2})
-    replies = ChatReplies(body, target, Manner(HERMES, True, thinks=True, thinking=True))
+    manner = TextManner(HERMES, True, thinks=True, thinking=True)
+    replies = ChatReplies(body, target, manner.parsers({}, body, target))
     answer, thread = await replies.whole(answering(), lambda told: (told, threading.current_thread()))
     assert [each["message"]["reasoning_content"] for each in answer["choices"]] == ["x" * length] * 2
     assert (thread is not threading.current_thread()) is beside

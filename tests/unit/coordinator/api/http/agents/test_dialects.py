@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.calls.forms import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, Dialect
-from coordinator.api.http.agents.dialects import Manner, manner_of
+from coordinator.api.http.agents.dialects import TextManner, manner_of
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.agents.replies import chat_input
 from coordinator.workers.target import Target
@@ -62,9 +62,11 @@ def chat(**more: Any) -> ChatBody:
     return ChatBody.model_validate({"messages": [{"role": "user", "content": "Hi."}]} | more)
 
 
-def manner_for(template: str, **more: Any) -> Manner:
+def thinks(template: str, **more: Any) -> bool | None:
+    """Return whether an answer begins with thoughts; None: it may."""
     settings = CoordinatorSettings(tool_parser="auto")
-    return chat_input(chat(**more), target_of(template), settings)[1]
+    [parser] = chat_input(chat(**more), target_of(template), settings)[1]
+    return parser.is_thinking()
 
 
 @pytest.mark.parametrize(
@@ -89,8 +91,7 @@ def manner_for(template: str, **more: Any) -> Manner:
 def test_a_request_says_whether_its_prompt_opens_the_thoughts(
     template: str, more: dict[str, Any], thinking: bool
 ) -> None:
-    manner = manner_for(template, **more)
-    assert (manner.thinks, manner.thinking) == ("add_generation_prompt" not in more, thinking)
+    assert thinks(template, **more) is (thinking or (False if "add_generation_prompt" in more else None))
 
 
 @pytest.mark.parametrize(
@@ -111,13 +112,13 @@ def test_a_template_shows_the_dialect_of_its_calls(template: str, dialect: Diale
 
 def test_a_template_without_thoughts_opens_none() -> None:
     template = QUESTION + "{% if add_generation_prompt %}<assistant><think>{% endif %}"
-    assert not manner_for(template, **THOUGHTS).thinking
+    assert not thinks(template, **THOUGHTS)
 
 
 def test_a_template_that_fails_opens_no_thoughts() -> None:
     template = "{% if thinking %}{{ raise_exception('no') }}{% endif %}</think><think>"
-    assert manner_for(template).thinking
-    assert not manner_for(template, **THOUGHTS).thinking
+    assert thinks(template)
+    assert not thinks(template, **THOUGHTS)
 
 
 @pytest.mark.parametrize(
@@ -343,5 +344,5 @@ def test_thoughts_stay_in_a_chat_whose_calls_are_told_in_words() -> None:
     assert rendered(template, messages=[USER, said]) == "[]Hi.[Hm.]Yes."
     call = HERMES.write("f", {})
     body = chat(messages=[USER, CALLED | {"reasoning_content": "Hm."}])
-    made = chat_of(body, (), Manner(HERMES, knows_tools=False), target_of(template))
+    made = chat_of(body, (), TextManner(HERMES, knows_tools=False), target_of(template))
     assert made.messages[1] == {"role": "assistant", "content": call, "reasoning_content": "Hm."}

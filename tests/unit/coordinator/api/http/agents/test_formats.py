@@ -11,8 +11,7 @@ import jsonschema
 import pytest
 
 from coordinator.api.http.agents.calls.forms import HERMES, Dialect
-from coordinator.api.http.agents.dialects import Manner
-from coordinator.api.http.agents.parser import AnswerParser, PartKind
+from coordinator.api.http.agents.parser import AnswerParser, Manner, PartKind
 from coordinator.api.http.agents.tool_grammar import grammar_of
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import Grammar, SamplingParams

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.api.http.agents.calls.forms import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, Dialect
-from coordinator.api.http.agents.dialects import Manner
-from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
+from coordinator.api.http.agents.parser import AnswerParser, Manner, Part, PartKind
 
 LONG = f"{'s' * 64}__{'g' * 64}"  # of a tool within a namespace
 NAMES = ("get_weather", "get_time", "f", LONG)

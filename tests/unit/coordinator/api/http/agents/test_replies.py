@@ -11,10 +11,11 @@ import pytest
 from tokenizers import AddedToken
 
 from coordinator.api.http.agents.bodies import ChatBody, Function
-from coordinator.api.http.agents.calls.forms import HARMONY, HERMES
-from coordinator.api.http.agents.dialects import Manner
-from coordinator.api.http.agents.parser import AnswerParser, PartKind
-from coordinator.api.http.agents.replies import AnswerReader, chat_input
+from coordinator.api.http.agents.calls.forms import HERMES, Dialect
+from coordinator.api.http.agents.dialects import HARMONY, HarmonyManner, TextManner, manner_of
+from coordinator.api.http.agents.gpt_oss.harmony import HarmonyParser
+from coordinator.api.http.agents.parser import AnswerParser, Parser, PartKind
+from coordinator.api.http.agents.replies import chat_input
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.output import SessionOutput
@@ -56,8 +57,17 @@ def chat(**more: Any) -> ChatBody:
     return ChatBody.model_validate({"messages": [{"role": "user", "content": "Hi."}]} | more)
 
 
+def dialect_of(target: Target, settings: CoordinatorSettings) -> Dialect:
+    return manner_of(target, settings.tool_parser).dialect
+
+
+def parser_of(manner: TextManner | HarmonyManner, target: Target, tools: Any = TOOLS) -> Parser:
+    [parser] = manner.parsers({"f": {}} if tools else {}, chat(tools=tools), target)
+    return parser
+
+
 def read(
-    target: Target, manner: Manner, text: str, *, stops: Sequence[str] = (), whole: bool = True, tools: Any = TOOLS
+    target: Target, read_by: TextManner | Parser, text: str, *, stops: Sequence[str] = (), whole: bool = True
 ) -> dict[PartKind, str]:
     """Return what each kind of part says, from all tokens at once or one by one."""
     output = SessionOutput(TextStream(target.decode, [], stops))
@@ -67,13 +77,13 @@ def read(
             break
     output.end(finished=True)
     session = cast(Session, SimpleNamespace(output=output))
-    reader = AnswerReader(chat(tools=tools), target, manner)
+    parser = read_by if isinstance(read_by, Parser) else parser_of(read_by, target)
     groups = [output.tokens] if whole else [[token] for token in output.tokens]
     said = dict.fromkeys(PartKind, "")
     for group in groups:
-        for part in reader.read(session, group, ended=False):
+        for part in parser.read(session, group, ended=False):
             said[part.kind] += part.text
-    for part in reader.read(session, [], ended=True):
+    for part in parser.read(session, [], ended=True):
         said[part.kind] += part.text
     return {kind: text for kind, text in said.items() if text}
 
@@ -81,33 +91,34 @@ def read(
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("special", [True, False])
 def test_a_call_is_read_whether_its_marks_are_special_tokens_or_text(special: bool, whole: bool) -> None:
-    found = read(target_with(special=special), Manner(HERMES, True), "So. " + CALL, whole=whole)
+    found = read(target_with(special=special), TextManner(HERMES, True), "So. " + CALL, whole=whole)
     assert found == {PartKind.CONTENT: "So. ", PartKind.CALL: "f", PartKind.ARGUMENTS: '{"a": 1}'}
 
 
 def test_marks_that_mark_nothing_have_no_text() -> None:
     """As in chats that are not read in parts: a response has the text of its chat."""
-    found = read(target_with(special=True), Manner(HERMES, True), "So <think><tool_call>.", tools=None)
+    target = target_with(special=True)
+    found = read(target, parser_of(TextManner(HERMES, True), target, None), "So <think><tool_call>.")
     assert found == {PartKind.CONTENT: "So ."}
 
 
 @pytest.mark.parametrize("stop", ["<tool_call>", ". <tool_call>", "<tool"])
 def test_a_mark_that_a_stop_string_removed_stays_out(stop: str) -> None:
     text = "So. " + CALL
-    found = read(target_with(special=False), Manner(HERMES, True), text, stops=[stop])
+    found = read(target_with(special=False), TextManner(HERMES, True), text, stops=[stop])
     assert found == {PartKind.CONTENT: text[: text.index(stop)]}
 
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("special", [True, False])
 def test_text_that_may_begin_a_stop_string_comes_before_the_call_after_it(special: bool, whole: bool) -> None:
-    found = read(target_with(special=special), Manner(HERMES, True), "So ST" + CALL, stops=["STOP"], whole=whole)
+    found = read(target_with(special=special), TextManner(HERMES, True), "So ST" + CALL, stops=["STOP"], whole=whole)
     assert found == {PartKind.CONTENT: "So ST", PartKind.CALL: "f", PartKind.ARGUMENTS: '{"a": 1}'}
 
 
 @pytest.mark.parametrize("special", [True, False])
 def test_thoughts_that_may_begin_a_stop_string_stay_thoughts(special: bool) -> None:
-    manner = Manner(HERMES, True, thinks=True, thinking=True)
+    manner = TextManner(HERMES, True, thinks=True, thinking=True)
     found = read(target_with(special=special), manner, "Hm ST</think>Yes.", stops=["STOP"])
     assert found == {PartKind.REASONING: "Hm ST", PartKind.CONTENT: "Yes."}
 
@@ -123,8 +134,8 @@ def test_thoughts_that_may_begin_a_stop_string_stay_thoughts(special: bool) -> N
 def test_an_answer_is_content_where_the_request_asks_for_no_thoughts(more: dict[str, Any], kind: PartKind) -> None:
     target = target_with(special=True)
     target.tokenizer.chat_template = THINKS
-    _, manner = chat_input(chat(**more), target, CoordinatorSettings(tool_parser="auto"))
-    assert read(target, manner, "Paris.") == {kind: "Paris."}
+    _, [parser] = chat_input(chat(**more), target, CoordinatorSettings(tool_parser="auto"))
+    assert read(target, parser, "Paris.") == {kind: "Paris."}
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
@@ -141,9 +152,9 @@ def test_thoughts_of_magistral_seed_oss_and_command_a_are_apart(
         "[TOOL_CALLS][ARGS] {{ tools }} #}"
     )
     settings = CoordinatorSettings(tool_parser="auto")
-    request, manner = chat_input(chat(tools=tools), target, settings)
+    request, [parser] = chat_input(chat(tools=tools), target, settings)
     said = "Yes." if tools is None else "[TOOL_CALLS]f[ARGS]{}"
-    found = read(target, manner, f"{opens}Hm.{ends}{said}", tools=tools)
+    found = read(target, parser, f"{opens}Hm.{ends}{said}")
     answer = {PartKind.CONTENT: said} if tools is None else {PartKind.CALL: "f", PartKind.ARGUMENTS: "{}"}
     assert found == {PartKind.REASONING: "Hm.", **answer}
     if (grammar := request.params.grammar) is not None:
@@ -175,10 +186,10 @@ def test_the_channel_of_gemma_4_is_thoughts(thinks: bool, text: str, reasoning: 
     nothing: Any = None
     target = Target(ModelInfo("m", "f", context_length=2048), tokenizer, nothing, nothing)
     asked = chat(chat_template_kwargs={"enable_thinking": thinks})
-    _, manner = chat_input(asked, target, CoordinatorSettings(tool_parser="auto"))
-    assert (manner.thinks, manner.thinking) == (True, False)
+    _, [parser] = chat_input(asked, target, CoordinatorSettings(tool_parser="auto"))
+    assert parser.is_thinking() is None
     said = {PartKind.REASONING: reasoning, PartKind.CONTENT: content}
-    assert read(target, manner, text, whole=whole, tools=None) == {kind: text for kind, text in said.items() if text}
+    assert read(target, parser, text, whole=whole) == {kind: text for kind, text in said.items() if text}
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -207,8 +218,8 @@ def test_the_channels_of_gpt_oss_are_thoughts_and_content(text: str, reasoning: 
     )
     nothing: Any = None
     target = Target(ModelInfo("m", "f", context_length=2048), tokenizer, nothing, nothing)
-    _, manner = chat_input(chat(), target, CoordinatorSettings(tool_parser="auto"))
-    found = read(target, manner, text, whole=whole, tools=None)
+    _, [parser] = chat_input(chat(), target, CoordinatorSettings(tool_parser="auto"))
+    found = read(target, parser, text, whole=whole)
     said = {PartKind.REASONING: reasoning, PartKind.CONTENT: content}
     assert found == {kind: text for kind, text in said.items() if text}
 
@@ -220,11 +231,11 @@ def test_what_the_grammar_constrains_as_a_call_is_read_as_one(continued: bool, f
     target, settings = target_of(tokens=False), CoordinatorSettings(tool_parser=ALL[form].name)
     target.tokenizer.chat_template = THINKS.replace("<think>{% endif %}{% endif %}", "{% endif %}{% endif %}")
     body = chat(tools=TOOLS, add_generation_prompt=not continued, continue_final_message=continued)
-    request, manner = chat_input(body, target, settings)
-    good, bad = ("<think>Hm.</think>" + manner.dialect.write("f", given) for given in ({}, {"a": 1}))
+    request, [parser] = chat_input(body, target, settings)
+    dialect = dialect_of(target, settings)
+    good, bad = ("<think>Hm.</think>" + dialect.write("f", given) for given in ({}, {"a": 1}))
     grammar = target.grammars.compile(request.params)
     allowed = [grammar.count_allowed(tokens) == len(tokens) for tokens in map(list, map(target.encode, (good, bad)))]
-    parser = AnswerParser(manner, ["f"])
     kinds = [part.kind for part in parser.feed(good) + parser.end()]
     assert allowed == [True, PartKind.CALL not in kinds]
     assert (PartKind.REASONING in kinds) is not continued
@@ -242,8 +253,9 @@ def test_an_answer_has_no_more_calls_than_its_template_takes_back(template: str)
     target, settings = target_of(tokens=False), CoordinatorSettings(tool_parser="auto")
     target.tokenizer.chat_template = template
     for count in (1, 2):
-        request, manner = chat_input(chat(tools=TOOLS), target, settings)
-        text = manner.dialect.between.join([manner.dialect.write("f", {})] * count)
+        request, _ = chat_input(chat(tools=TOOLS), target, settings)
+        dialect = dialect_of(target, settings)
+        text = dialect.between.join([dialect.write("f", {})] * count)
         allowed = target.grammars.compile(request.params).count_allowed(list(target.encode(text)))
         called = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
         talk = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [called] * count}]
@@ -265,11 +277,12 @@ GEMMA = (
 def test_tools_are_told_in_the_first_message_where_none_of_the_system_may_be() -> None:
     target, settings = target_of(tokens=False), CoordinatorSettings(tool_parser="auto")
     target.tokenizer.chat_template = GEMMA
-    request, manner = chat_input(chat(tools=TOOLS), target, settings)
+    request, _ = chat_input(chat(tools=TOOLS), target, settings)
+    dialect = dialect_of(target, settings)
     assert request.chat is not None
     prompt = target.decode(target.encode_chat(request.chat))
     assert prompt.startswith("<user>Hi.\n\nYou can call these functions.")
-    two = manner.dialect.between.join([manner.dialect.write("f", {})] * 2)
+    two = dialect.between.join([dialect.write("f", {})] * 2)
     assert target.grammars.compile(request.params).count_allowed(list(target.encode(two))) < len(two)
     call = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
     answered = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "1"}]
@@ -288,14 +301,14 @@ def test_tools_are_told_in_the_first_message_where_none_of_the_system_may_be() -
     ],
 )
 def test_tokens_of_reasoning_are_counted(thinking: bool, text: str, count: int, whole: bool) -> None:
-    target, manner = target_with(special=True), Manner(HERMES, True, thinks=True, thinking=thinking)
+    target, manner = target_with(special=True), TextManner(HERMES, True, thinks=True, thinking=thinking)
     assert read(target, manner, text, whole=whole)
     output = SessionOutput(TextStream(target.decode, [], ()))
     output.append(tokens := target.encode(text), [TokenKind.PLAIN] * len(tokens))
     session = cast(Session, SimpleNamespace(output=output))
-    reader, late = (AnswerReader(chat(tools=TOOLS), target, manner) for _ in range(2))
+    parser, late = (parser_of(manner, target) for _ in range(2))
     for group in [output.tokens] if whole else [[token] for token in output.tokens]:
-        reader.read(session, group, ended=False)
+        parser.read(session, group, ended=False)
     late.read(session, output.tokens[:1], ended=False)  # of a request with the same idempotency key
     assert output.thought == count
 
@@ -309,9 +322,9 @@ def test_tokens_of_all_thoughts_of_gpt_oss_are_counted(whole: bool) -> None:
     output = SessionOutput(TextStream(target.decode, [], ()))
     output.append(tokens := target.encode(text), [TokenKind.PLAIN] * len(tokens))
     session = cast(Session, SimpleNamespace(output=output))
-    reader = AnswerReader(chat(tools=TOOLS), target, Manner(HARMONY, True))
+    parser = parser_of(HarmonyManner(HARMONY, True), target)
     for group in [output.tokens] if whole else [[token] for token in output.tokens]:
-        reader.read(session, group, ended=False)
+        parser.read(session, group, ended=False)
     assert output.thought == len("<ab") + len("<c"), "with the marks that begin them"
 
 
@@ -324,31 +337,32 @@ def test_calls_are_possible_to_allowed_tools_only(mode: str, form: str) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
     among = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}} for name in ("f", "h")]}
     choice = {"type": "allowed_tools", "allowed_tools": among}
-    request, manner = chat_input(chat(tools=tools, tool_choice=choice), target, settings)
+    request, _ = chat_input(chat(tools=tools, tool_choice=choice), target, settings)
+    dialect = dialect_of(target, settings)
     plain, _ = chat_input(chat(tools=tools), target, settings)
     assert request.chat == plain.chat
     grammar = target.grammars.compile(request.params)
     possible = {}
     for name in "fgh":
-        tokens = list(target.encode(manner.dialect.write(name, {})))
+        tokens = list(target.encode(dialect.write(name, {})))
         possible[name] = grammar.count_allowed(tokens) == len(tokens)
     assert possible == {"f": True, "g": False, "h": True}
     said = list(target.encode("Sunny."))
     assert (grammar.count_allowed(said) == len(said)) is (mode == "auto")
-    two = list(target.encode(manner.dialect.write_all([{"name": "f", "arguments": {}}] * 2)))
+    two = list(target.encode(dialect.write_all([{"name": "f", "arguments": {}}] * 2)))
     assert grammar.count_allowed(two) == len(two)
 
 
 def test_a_long_answer_is_parsed_at_once_after_its_reasoning() -> None:
     """Token by token, the parser would look at all blanks before a call again and again."""
-    target, manner = target_with(special=True), Manner(HERMES, True, thinks=True)
+    target, manner = target_with(special=True), TextManner(HERMES, True, thinks=True)
     output = SessionOutput(TextStream(target.decode, [], ()))
     output.append(tokens := target.encode("<think>abc</think><tool_call>" + " " * 500), [TokenKind.PLAIN] * len(tokens))
-    reader = AnswerReader(chat(tools=TOOLS), target, manner)
+    parser = parser_of(manner, target)
     fed: list[str] = []
-    parser, feed = reader.parser, reader.parser.feed
+    feed = parser.feed
     parser.feed = lambda text: (fed.append(text), feed(text))[1]  # type: ignore[method-assign]
-    reader.read(cast(Session, SimpleNamespace(output=output)), output.tokens, ended=False)
+    parser.read(cast(Session, SimpleNamespace(output=output)), output.tokens, ended=False)
     assert len(fed) < 10
 
 
@@ -381,8 +395,8 @@ def test_keywords_that_grammars_lack_are_refused_of_strict_tools_only(
 
     def allowed(arguments: dict[str, Any], **tool: Any) -> bool:
         function = {"name": "f", "parameters": schema, **tool}
-        request, manner = chat_input(chat(tools=[{"type": "function", "function": function}], **more), target, settings)
-        text = list(target.encode(manner.dialect.write("f", arguments)))
+        request, _ = chat_input(chat(tools=[{"type": "function", "function": function}], **more), target, settings)
+        text = list(target.encode(dialect_of(target, settings).write("f", arguments)))
         return target.grammars.compile(request.params).count_allowed(text) == len(text)
 
     assert allowed({"n": 1})
@@ -437,3 +451,31 @@ def test_only_patterns_that_look_around_or_back_are_left_out() -> None:
     nested = {"a": {"anyOf": [{"items": [{"type": "string", "pattern": pattern}]} for pattern in left]}}
     assert taken(nested)["a"]["anyOf"] == [{"items": [{"type": "string"}]}] * len(left)
     assert taken(nested, strict=True) == nested
+
+
+@pytest.mark.parametrize(("form", "kept"), [("hermes", False), ("mistral bare", False), ("qwen3_coder", True)])
+def test_schemas_are_made_once_and_kept_where_they_tell_what_values_are(
+    monkeypatch: pytest.MonkeyPatch, form: str, kept: bool
+) -> None:
+    """Each choice had schemas of its own, of all tools, for as long as the answer takes."""
+    target, made = target_of(tokens=False), list[str]()
+    target.tokenizer.chat_template = "{{ tools }}"
+    of = cast(property, Function.schema_of_arguments).fget
+    assert of is not None
+    counted = property(lambda function: (made.append(function.name), of(function))[1])
+    monkeypatch.setattr(Function, "schema_of_arguments", counted)
+    settings = CoordinatorSettings(tool_parser=ALL[form].name)
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    _, parsers = chat_input(chat(tools=tools, n=3), target, settings)
+    assert (made, len(parsers)) == (["f", "g"], 3)
+    held = [it for one in parsers for it in vars(one).values() if isinstance(it, dict) and it.keys() == {"f", "g"}]
+    assert len(held) == 3 * kept
+
+
+def test_an_answer_that_is_all_content_is_not_parsed() -> None:
+    target, settings = target_of(tokens=False), CoordinatorSettings(tool_parser="auto")
+    for template, tools, kind in (("", None, Parser), ("", TOOLS, AnswerParser), ("</think>", None, AnswerParser)):
+        target.tokenizer.chat_template = template or "{{ tools }}"
+        assert [type(one) for one in chat_input(chat(tools=tools, n=2), target, settings)[1]] == [kind] * 2
+    target.tokenizer.chat_template = "<|channel|>final"
+    assert [type(one) for one in chat_input(chat(), target, settings)[1]] == [HarmonyParser]

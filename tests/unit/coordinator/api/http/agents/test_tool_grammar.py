@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from coordinator.api.http.agents.calls import forms
 from coordinator.api.http.agents.calls.forms import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, Dialect
-from coordinator.api.http.agents.dialects import Manner
+from coordinator.api.http.agents.parser import Manner
 from coordinator.api.http.agents.tool_grammar import MAX_CALLS, grammar_of
 from coordinator.workers.target import Target
 from outrider.models.tokenizer import tokenizer_json

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.calls.forms import HERMES
-from coordinator.api.http.agents.dialects import Manner
+from coordinator.api.http.agents.dialects import TextManner
 from coordinator.api.http.messages import replies
 from coordinator.api.http.messages.replies import MessageReplies
 from coordinator.sessions.detokenizer import TextStream
@@ -48,9 +48,9 @@ async def answer(
         made = SimpleNamespace(target=target, record=record, output=output, error=None, stats=stats)
         yield [cast(Session, made)]
 
-    manner = Manner(HERMES, knows_tools=True, thinks=True)
-    whole = await MessageReplies(chat, target, manner).whole(answering())
-    return whole, [event async for event in MessageReplies(chat, target, manner).chunks(answering())]
+    manner = TextManner(HERMES, knows_tools=True, thinks=True)
+    one, other = (MessageReplies(chat, target, *manner.parsers({"f": {}, "g": {}}, chat, target)) for _ in range(2))
+    return await one.whole(answering()), [event async for event in other.chunks(answering())]
 
 
 async def test_blocks_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from coordinator.api.http.agents.calls.forms import Marked
 from coordinator.api.http.agents.calls.values import wanted
-from coordinator.api.http.agents.dialects import Manner
-from coordinator.api.http.agents.parser import AnswerParser
+from coordinator.api.http.agents.parser import AnswerParser, Manner
 from coordinator.api.http.agents.tool_grammar import grammar_of
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams

@@ -122,7 +122,7 @@ def test_other_templates_show_theirs(template: str, form: Dialect) -> None:
 
 
 def test_each_form_can_be_named_and_reads_its_own_template() -> None:
-    names = {dialect.name for dialect, _ in forms._SHOWN if dialect is not forms.HARMONY}  # which only its template has
+    names = {dialect.name for dialect, _ in forms._SHOWN}
     assert {"auto", *names} == {*get_args(ToolParser)}
     for name in names:
         assert dialect_of("", name).name == name

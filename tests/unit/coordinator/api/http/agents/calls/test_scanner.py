@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from coordinator.api.http.agents.calls import forms
 from coordinator.api.http.agents.calls.forms import Dialect, Marked
-from coordinator.api.http.agents.dialects import Manner
-from coordinator.api.http.agents.parser import AnswerParser, PartKind
+from coordinator.api.http.agents.parser import AnswerParser, Manner, PartKind
 from tests.unit.coordinator.api.http.agents.test_parser import Answer, cuts, parsed
 
 WEATHER: dict[str, Any] = {

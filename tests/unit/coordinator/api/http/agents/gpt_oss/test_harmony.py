@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.calls.forms import HARMONY
-from coordinator.api.http.agents.dialects import manner_of
+from coordinator.api.http.agents.dialects import HARMONY, manner_of
 from coordinator.api.http.agents.gpt_oss.harmony import MARKS, HarmonyParser
 from coordinator.api.http.agents.parser import Part, PartKind
 from coordinator.api.http.agents.prompts import chat_of
@@ -66,6 +65,13 @@ SAMPLES: dict[str, tuple[str, Said]] = {
     "no text": ("<|channel|>final <|constrain|>json<|end|>", [(CONTENT, " json")]),
     "two channels and no text": ("<|channel|>analysis<|channel|>final<|end|>", [(REASONING, "final")]),
     "a recipient without a channel": (" to=functions.g code<|message|>{}", [(REASONING, "{}")]),
+    "text before another message": ("Hello<|start|>assistant<|channel|>final<|message|>A", [(CONTENT, "Hello\n\nA")]),
+    "text after a role": (f"{HM} Yes.<|end|><|start|>assistant", [(REASONING, "Hm."), (CONTENT, " Yes.")]),
+    "a channel and no text": ("<|channel|>final Yes.<|start|>assistant", [(CONTENT, " Yes.")]),
+    "a call without text": (
+        "<|channel|>commentary to=functions.f <|constrain|>json{}<|call|>",
+        [(CALL, "f"), (ARGUMENTS, " json{}")],
+    ),
     "two beginnings": (
         f"{HM}<|start|>assistant<|channel|>final<|message|>Yes.",
         [(REASONING, "Hm."), (CONTENT, "Yes.")],
@@ -91,6 +97,16 @@ SAMPLES: dict[str, tuple[str, Said]] = {
     "a cut channel": ("<|channel|>anal", []),
     "a cut beginning": ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assist", [(REASONING, "Hm.")]),
     "a cut type": ("<|channel|>final js", []),
+    "a cut type after its mark": ("<|channel|>final <|constrain|>js", []),
+    "a cut recipient": (f"{HM} to=functions.get_wea", [(REASONING, "Hm.")]),
+    "a cut recipient at the beginning": (" to=functions.get_wea", []),
+    "a cut recipient after the channel": ("<|channel|>commentary t", []),
+    "a cut type after a recipient": ("<|channel|>commentary to=functions.f <|constrain|>js", []),
+    "a cut answer without a mark": ("<|channel|>final Yes, js", [(CONTENT, " Yes, js")]),
+    "cut thoughts without a mark": ("<|channel|>analysis So<|constrain|>, 4", [(REASONING, " So, 4")]),
+    "cut text after a role": (f"{HM} Yes, 4", [(REASONING, "Hm."), (CONTENT, " Yes, 4")]),
+    "text that is a type": ("json", [(CONTENT, "json")]),
+    "text like a recipient": ("to=5, 4", [(CONTENT, "to=5, 4")]),
     "cut thoughts": ("<|channel|>analysis<|message|>So, assistant", [(REASONING, "So, assistant")]),
 }
 
