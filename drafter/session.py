@@ -190,5 +190,6 @@ class DraftSession:
 
     @property
     def wants_more(self) -> bool:
-        open_depth, useful = self.open_guesses.guess.shape.depth, not self._exhausted and self._budget > 0
-        return useful and self.depth > 0 and (open_depth < self.depth or (self.eager and self._branches > 1))
+        if self._exhausted or (depth := self.depth) <= 0 or self._budget <= 0:
+            return False
+        return self.open_guesses.guess.shape.depth < depth or (self.eager and self._branches > 1)

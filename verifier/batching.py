@@ -60,7 +60,7 @@ class ScheduledSession(NamedTuple):
     def kept_rows(self, path: Sequence[int]) -> list[int]:
         """Return the rows of committed tokens and of the accepted `path`."""
         last = len(self.pending) - 1
-        return [*range(last + 1), *(last + row for row in path)]
+        return [*range(last + 1), *[last + row for row in path]]
 
 
 class Batching:
@@ -77,7 +77,7 @@ class Batching:
         """Return the next step's batch; if it is empty, the seconds to wait at most (None: until woken)."""
         # Without those whose peers do not read the verdicts that they have.
         sessions = [session for session in sessions if not session.check_backlog()]
-        heavy = self._shares.heavy_tenants(session.tenant for session in sessions)
+        heavy = self._shares.heavy_tenants([session.tenant for session in sessions])
         batch: list[ScheduledSession] = []
         prompts: list[VerifySession] = []
         joining: list[VerifySession] = []  # ready sessions of heavy tenants
@@ -100,13 +100,13 @@ class Batching:
         if prompts or (shared and compared):
             sessions_in, blocks = [item.session for item in batch], [item.block for item in batch]
             if shared and compared:
-                blocks = paying_blocks(sessions_in, blocks, _num_tokens(batch), self._times.curve())
+                blocks = paying_blocks(sessions_in, blocks, num_tokens(batch), self._times.curve())
             share = PromptShare(self._times, self._limits, num_decoding, sum(each.num_uncached for each in prompts))
             blocks = share.left(blocks, sum(len(item.pending) for item in batch))
             batch = [item._replace(block=block) for item, block in zip(batch, blocks, strict=True)]
-            batch += self._prompt_chunks(prompts, _num_tokens(batch), num_decoding)
+            batch += self._prompt_chunks(prompts, num_tokens(batch), num_decoding)
         if heavy:
-            joined = self._join(joining, _num_tokens(batch), now)
+            joined = self._join(joining, num_tokens(batch), now)
             begun = {item.session for item in joined}
             self.waiting = sum(session.num_uncached > 1 and session not in begun for session in joining)
             batch += joined
@@ -122,8 +122,9 @@ class Batching:
         """Record a step's time."""
         lengths = [len(item.pending) for item in batch]
         if 1 in lengths:  # prompts alone do not tell what prompts cost beside decoding sessions
-            self._times.record(_num_tokens(batch), step_ms, has_prompts=max(lengths) > 1)
-        self._shares.charge([(item.session.tenant, item.num_tokens) for item in batch], step_ms)
+            self._times.record(num_tokens(batch), step_ms, has_prompts=max(lengths) > 1)
+        if self._shares.heavy:
+            self._shares.charge([(item.session.tenant, item.num_tokens) for item in batch], step_ms)
 
     def _decode(self, session: VerifySession, max_guesses: int, *, paying: int = 0) -> ScheduledSession:
         """Schedule the last committed token with up to `max_guesses` guesses."""
@@ -168,5 +169,5 @@ class Batching:
         return chunks
 
 
-def _num_tokens(batch: Sequence[ScheduledSession]) -> int:
-    return sum(item.num_tokens for item in batch)
+def num_tokens(batch: Sequence[ScheduledSession]) -> int:
+    return sum([len(item.pending) + len(item.block.tokens) for item in batch])

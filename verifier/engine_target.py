@@ -81,7 +81,7 @@ class EngineTarget:
         outcomes = verify_batch(computed.all_logits, blocks, list(sessions.values()), rows)
         verified = dict(zip(sessions, outcomes, strict=True))
         sent: list[SentRows] = [{} for _ in batch]
-        if any(map(len, computed.hidden_states)):
+        if any(item.states for item in batch):
             paths = [verified[index].outcome.path if index in verified else () for index in range(len(batch))]
             kept = [KeptRows(item.states, item.kept_rows(path)) for item, path in zip(batch, paths, strict=True)]
             sent = wire_states(computed, kept, self.projections.find)

@@ -28,7 +28,7 @@ from outrider.speculation.direct import TakeGuess, TakeVerdict
 from outrider.speculation.grammar import GrammarMatcher
 from outrider.speculation.tree import tallies
 from verifier.admission import Admission
-from verifier.batching import Batching, ScheduledSession
+from verifier.batching import Batching, ScheduledSession, num_tokens
 from verifier.hidden_states.kept import KeptStates
 from verifier.session import Rejection, VerifyOpening, VerifySession
 from verifier.step_times import StepTimes
@@ -170,15 +170,14 @@ class VerificationLoop:
 
     def _commit(self, batch: Sequence[ScheduledSession], step: VerifyStep, started: float) -> None:
         """Record a step, commit its tokens and send its verdicts."""
-        num_tokens = sum(item.num_tokens for item in batch)
+        batch_tokens = num_tokens(batch)
         self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
         self._metrics.step_s.observe(step.step_us / 1e6)
         self._metrics.forward_s.observe(step.forward_us / 1e6)
         self._metrics.batch.observe(len(batch))
-        self._metrics.tokens.observe(num_tokens)
+        self._metrics.tokens.observe(batch_tokens)
         self._batching.record(batch, step.step_us / 1000)
-        verified = [result.verified for result in step.results if result.verified is not None]
-        num_committed = sum(len(each.tokens) for each in verified)
+        num_committed = sum([len(each.verified.tokens) for each in step.results if each.verified is not None])
         for item, result in zip(batch, step.results, strict=True):
             session = item.session
             if session.closed:
@@ -204,7 +203,7 @@ class VerificationLoop:
                 wait_us=max(0, int((started - session.waiting_since) * 1e6)),
                 step_us=step.step_us,
                 sessions=len(batch),
-                batch_tokens=num_tokens,
+                batch_tokens=batch_tokens,
                 session_tokens=item.num_tokens,
                 cached_tokens=session.num_cached_tokens,
                 step_tokens=num_committed,
@@ -241,5 +240,5 @@ def _verdict(item: ScheduledSession, result: SessionResult, timings: VerifyTimin
         layer_states=tuple(states.values()),
         sources=tallies(nodes, block.shape.depths, path) if nodes else (),
         nodes=len(nodes),
-        accepted_from_branch=sum(nodes[row - 1].rank > 0 for row in path),
+        accepted_from_branch=sum([nodes[row - 1].rank > 0 for row in path]),
     )

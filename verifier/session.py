@@ -154,9 +154,8 @@ class VerifySession:
 
     def ready_at(self, now: float) -> float:
         """Return when the next step may run: now, or when the draft wait timeout ends."""
-        wanted = min(self.gamma, self.remaining - 1)
         nothing_to_wait_for = not self.has_committed or self.tree.passed_at >= len(self.committed)
-        if nothing_to_wait_for or self.draft_wait_s == 0.0 or self.tree.depth >= wanted:
+        if nothing_to_wait_for or self.draft_wait_s == 0.0 or self.tree.depth >= min(self.gamma, self.remaining - 1):
             return now
         return self.waiting_since + self.draft_wait_s
 

@@ -18,15 +18,12 @@ class StepTimes:
 
     def __init__(self, measured: CostCurve) -> None:
         self._measured = measured
+        self.known = bool(measured.rows)
         self._decode_ratio = 1.0
         self._prefill_ratio = 1.0  # times the one before
 
     def curve(self) -> CostCurve:
         return self._measured.scaled(self._decode_ratio)
-
-    @property
-    def known(self) -> bool:
-        return bool(self._measured.rows)
 
     def step_ms(self, tokens: int) -> float:
         """Return the predicted time of a step."""

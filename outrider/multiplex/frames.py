@@ -80,8 +80,8 @@ class FrameQueue:
     @property
     def is_behind(self) -> bool:
         """Return whether the peer reads much later than at its fastest of late."""
-        late_s = time.monotonic() - self._pinged_at - max(_PATIENCE_S, 2 * self._fastest_s)
-        return late_s > 0 and not self.answered.is_set()
+        patience_s = max(_PATIENCE_S, 2 * self._fastest_s)
+        return not self.answered.is_set() and time.monotonic() - self._pinged_at > patience_s
 
     def close(self) -> None:
         self._closed = True

@@ -131,10 +131,10 @@ def guess_from_proto(proto: common.Guess) -> Guess:
         first_id=proto.first_id,
         parent=proto.parent,
         tokens=tuple(proto.tokens),
-        draft_probs=tuple(distribution_from_proto(d) for d in proto.draft_probs),
+        draft_probs=tuple(map(distribution_from_proto, proto.draft_probs)),
         draft_us=proto.draft_us,
         source=proto.source,
-        parents=tuple(parent - 1 for parent in proto.parents),
+        parents=tuple([parent - 1 for parent in proto.parents]),
     )
 
 

@@ -142,7 +142,7 @@ class TreeShape:
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
         return tuple(depths)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Return the length of the longest path."""
         return max(self.depths, default=0)
@@ -213,7 +213,7 @@ class Guess:
         """Return the guessed tokens that lead to each row of its logits; row 0 precedes token 0."""
         return [(), *self.shape.token_paths(self.tokens)]
 
-    @property
+    @cached_property
     def tip(self) -> int:
         """Return the end of the longest path, of the first and thus likeliest among equals; ROOT without tokens."""
         depths = self.shape.depths
@@ -244,10 +244,10 @@ class Guess:
             self.position + (self.shape.depths[top] if top >= 0 else 0),
             first_id,
             parent,
-            tuple(self.tokens[node] for node in nodes),
-            tuple(self.draft_probs[node] for node in nodes) if self.draft_probs else (),
+            tuple([self.tokens[node] for node in nodes]),
+            tuple([self.draft_probs[node] for node in nodes]) if self.draft_probs else (),
             draft_us,
-            parents=tuple(number.get(self.shape.parents[node], ROOT) for node in nodes),
+            parents=tuple([number.get(self.shape.parents[node], ROOT) for node in nodes]),
         )
 
 

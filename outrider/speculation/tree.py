@@ -8,7 +8,7 @@ its drafter (`source`) and the drafter's id for it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -71,10 +71,10 @@ def tallies(nodes: Sequence[Node], depths: Sequence[int], accepted: Sequence[int
         drawn = node.draft_prob is not None
         if drawn and longest and node.keys[0][0] not in longest:
             break  # drawn ones count for the first drafter: of the others only what is equal to them is checked
-        for source in {source for source, _ in node.keys[: 1 if drawn else None]}:
+        for source in dict(node.keys[: 1 if drawn else None]):  # each once
             longest[source] = max(depth, longest.get(source, 0))
             num_accepted[source] = num_accepted.get(source, 0) + (row in accepted)
-    return tuple(SourceTally(source, longest[source], num_accepted[source]) for source in sorted(longest))
+    return tuple([SourceTally(source, longest[source], num_accepted[source]) for source in sorted(longest)])
 
 
 class GuessTree:
@@ -96,6 +96,7 @@ class GuessTree:
         self._committed_guesses: dict[NodeKey, int] = {}  # → position
         self._highest: dict[int, int] = {}
         self._size = 0
+        self._depth: int | None = 0  # None: not known since the last change
         self.rates = SiblingRates()
         self.passed_at = -1  # a drafter has reported that it has no guess for this position
 
@@ -111,12 +112,13 @@ class GuessTree:
             self.passed_at = max(self.passed_at, min(guess.position, len(self._committed)))  # until the next commit
             return 0
         before = self._size
+        self._depth = None
         start: Place | None = (parent, after)
         guess.shape.accumulate(range(len(guess.tokens)), partial(self._put, guess), start)
         return self._size - before
 
     def _put(self, guess: Guess, place: Place | None, i: int) -> Place | None:
-        """Put token i of a guess at its place. Return the place for its children; None: it does not match."""
+        """Put token i of a guess at its place. Return that of its children; None: no match, or a limit is reached."""
         if place is None:
             return None
         parent, position = place
@@ -124,13 +126,8 @@ class GuessTree:
         if position < len(self._committed):  # committed already: skipped if it is equal
             if self._committed[position] != guess.tokens[i]:
                 return None
-            self._keep_committed(key, position)
+            self._keep_committed({key: position})
             return self._root, position + 1
-        node = self._add_node(guess, i, parent, position, key)
-        return None if node is None else (node, position + 1)
-
-    def _add_node(self, guess: Guess, i: int, parent: Node, position: int, key: NodeKey) -> Node | None:
-        """Return a new node below `parent`, or the equal one that exists; None: a limit is reached."""
         if position >= len(self._committed) + self._max_ahead:
             return None
         node = parent.children.get(guess.tokens[i])
@@ -144,24 +141,26 @@ class GuessTree:
         if len(node.keys) < MAX_NAMES:
             node.keys.append(key)
             self._nodes[key] = node
-        return node
+        return node, position + 1
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Move the root along `tokens`, which the caller has appended to `committed`, and prune the rest."""
+        self._depth = None
+        committed: dict[NodeKey, int] = {}
         for token in tokens:
             guessed = self._root.children
-            kept = guessed.get(token)
-            self.rates.record(len(guessed), None if kept is None else kept.rank)
+            kept = guessed.pop(token, None)
+            if guessed or kept is not None:
+                self.rates.record(len(guessed) + (kept is not None), None if kept is None else kept.rank)
             for node in guessed.values():
-                if node is not kept:
-                    self._drop(node)
-            position = self._root.position + 1
-            self._root = Node(token, position)
+                self._drop(node)
+            self._root = kept or Node(token, self._root.position + 1)
             if kept is not None:
-                self._forget(kept)
+                self._size -= 1
                 for key in kept.keys:
-                    self._keep_committed(key, position)
-                self._root.children = kept.children
+                    self._nodes.pop(key, None)
+                    committed[key] = kept.position
+        self._keep_committed(committed)
 
     def block(self, max_rows: int, max_depth: int, *, chain: bool = False) -> Guess:
         """Return the part of the tree that a step verifies: up to `max_rows` guesses, the likeliest first.
@@ -184,8 +183,8 @@ class GuessTree:
             for child in islice(node.children.values(), self._breadth) if depth < max_depth else ():
                 seen += 1
                 heapq.heappush(reached, (negated * self.rates[child.rank], seen, child, len(nodes) - 1, depth + 1))
-        draft_probs = tuple(node.draft_prob for node in nodes if node.draft_prob is not None)
-        tokens = tuple(node.token for node in nodes)
+        draft_probs = tuple([node.draft_prob for node in nodes if node.draft_prob is not None])
+        tokens = tuple([node.token for node in nodes])
         return Guess(len(self._committed), 0, 0, tokens, draft_probs, parents=tuple(parents))
 
     def nodes(self, block: Guess) -> list[Node]:
@@ -195,13 +194,15 @@ class GuessTree:
     @property
     def depth(self) -> int:
         """Return the length of the longest chain that a step may check."""
-        deepest = 0
-        stack = [(self._root, 0)]
-        while stack:
-            node, depth = stack.pop()
-            deepest = max(deepest, depth)
-            stack.extend((child, depth + 1) for child in islice(node.children.values(), self._breadth))
-        return deepest
+        if self._depth is None:
+            self._depth, level = -1, [self._root]
+            while level:
+                self._depth += 1
+                below: list[Node] = []
+                for node in level:
+                    below += islice(node.children.values(), self._breadth)
+                level = below
+        return self._depth
 
     def _locate(self, guess: Guess) -> tuple[Node, int | None]:
         """Return a guess's parent node and the position after it; the position is None if the parent was pruned."""
@@ -233,9 +234,9 @@ class GuessTree:
             raise InvalidRequest.of("guess.source", guess.source, f"one of at most {MAX_HELD} of a session")
         self._highest[guess.source] = max(self._highest.get(guess.source, 0), guess.first_id + len(guess.tokens) - 1)
 
-    def _keep_committed(self, key: NodeKey, position: int) -> None:
-        self._committed_guesses[key] = position
-        if len(self._committed_guesses) > MAX_HELD:
+    def _keep_committed(self, positions: Mapping[NodeKey, int]) -> None:
+        self._committed_guesses |= positions
+        while len(self._committed_guesses) > MAX_HELD:
             del self._committed_guesses[next(iter(self._committed_guesses))]
 
     def _drop(self, top: Node) -> None:

@@ -115,7 +115,7 @@ class _StepRows:
     def results(self, outcomes: Sequence[Outcome]) -> list[VerifyResult]:
         """Return the outcomes with tokens, and with log-probabilities where they are requested."""
         results = [
-            VerifyResult(outcome, (*(block.tokens[row - 1] for row in outcome.path), outcome.final), ())
+            VerifyResult(outcome, (*[block.tokens[row - 1] for row in outcome.path], outcome.final), ())
             for block, outcome in zip(self._blocks, outcomes, strict=True)
         ]
         wanted = [session.params.logprobs for session in self._sessions]

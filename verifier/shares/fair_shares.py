@@ -9,7 +9,7 @@ nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from verifier.step_times import StepTimes
 
@@ -28,16 +28,16 @@ class FairShares:
         self._seats = seats
         self._stretch = stretch
         self._credit_ms = self._credited_at = 0.0
-        self._heavy: frozenset[str] = frozenset()
+        self.heavy: frozenset[str] = frozenset()
         self._light_served_at = 0.0  # last step with sessions of tenants with few
 
-    def heavy_tenants(self, tenants: Iterable[str]) -> frozenset[str]:
+    def heavy_tenants(self, tenants: Sequence[str]) -> frozenset[str]:
         """Return the tenants with many sessions, given each session's tenant; none if no tenant has few."""
-        counts = Counter(tenants)
+        counts = Counter(tenants) if len(set(tenants)) > 1 else {}
         few = max(1, self._seats // (FEW_DIVISOR * max(1, len(counts))))
         heavy = frozenset(tenant for tenant, count in counts.items() if count > few)
-        self._heavy = heavy if len(heavy) < len(counts) else frozenset()
-        return self._heavy
+        self.heavy = heavy if len(heavy) < len(counts) else frozenset()
+        return self.heavy
 
     def reset(self, now: float) -> None:
         """Clear the credit while no tenant has few sessions."""
@@ -58,7 +58,7 @@ class FairShares:
 
     def charge(self, tokens_by_tenant: Sequence[tuple[str, int]], ms: float) -> None:
         """Charge the heavy tenants in a step for the time that they added to it."""
-        light = sum(count for tenant, count in tokens_by_tenant if tenant not in self._heavy)
-        if self._heavy and any(tenant in self._heavy for tenant, _ in tokens_by_tenant):
+        if any(tenant in self.heavy for tenant, _ in tokens_by_tenant):
+            light = sum(count for tenant, count in tokens_by_tenant if tenant not in self.heavy)
             alone_ms = self._times.step_ms(light) if light and self._times.known else 0.0
             self._credit_ms = max(-_MAX_CREDIT_MS, self._credit_ms - (ms - alone_ms))
