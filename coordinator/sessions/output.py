@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from itertools import repeat
 from typing import NamedTuple
@@ -65,7 +66,10 @@ class SessionOutput:
 async def follow(
     outputs: Sequence[SessionOutput], start: int = 0, silence_s: float | None = None
 ) -> AsyncGenerator[tuple[int, int, list[Token]], None]:
-    """Yield (index of an output, position, new tokens) from `start` on; no tokens at its end; index -1 in a silence."""
+    """Yield (index of an output, position, new tokens) from `start` on.
+
+    There are no tokens at its end. The index is -1 while first ones are waited for, after each silence.
+    """
     at = dict.fromkeys(range(len(outputs)), start)  # of outputs that have not ended
     changed = asyncio.Event()
     for output in outputs:
@@ -85,13 +89,18 @@ async def follow(
                 elif output.ended:
                     del at[index]
                     yield index, position, []
-            try:
-                async with asyncio.timeout(silence_s):
-                    if at:  # for first tokens until the caller's deadline
-                        begun = all(outputs[index].tokens for index in at)
-                        await (changed.wait() if begun else urgency().wait(changed))
-            except TimeoutError:
+            if at and all(outputs[index].tokens for index in at):
+                await changed.wait()
+            elif at and not await _first(changed, silence_s):
                 yield -1, start, []
     finally:
         for output in outputs:
             output.changed.remove(changed)
+
+
+async def _first(changed: asyncio.Event, silence_s: float | None) -> bool:
+    """Wait for first tokens until the caller's deadline. Return False after a silence."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(silence_s):
+            await urgency().wait(changed)
+    return changed.is_set()

@@ -31,7 +31,10 @@ Progress = AsyncGenerator[tuple[int, list[Token]], None]
 
 
 async def progress(sessions: Sequence[Session], silence_s: float | None = None) -> Progress:
-    """Yield choices with new tokens, without them at their end; -1 in a silence. Raise the error of one that fails."""
+    """Yield choices with new tokens, without them at their end; -1 in a silence before first ones.
+
+    Raise the error of one that fails.
+    """
     silence_s = silence_s if urgency().deadline == float("inf") else None  # a late answer gets a status
     async with contextlib.aclosing(follow([session.output for session in sessions], 0, silence_s)) as updates:
         async for number, _, tokens in updates:
