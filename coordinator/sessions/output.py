@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -71,11 +71,8 @@ async def follow(
     There are no tokens at its end. The index is -1 while first ones are waited for, after each silence.
     """
     at = dict.fromkeys(range(len(outputs)), start)  # of outputs that have not ended
-    changed = asyncio.Event()
-    for output in outputs:
-        output.changed.append(changed)
-    try:
-        while at:
+    with _changes(outputs) as changed:
+        while True:
             changed.clear()
             for index, position in list(at.items()):
                 output = outputs[index]
@@ -89,10 +86,22 @@ async def follow(
                 elif output.ended:
                     del at[index]
                     yield index, position, []
-            if at and all(outputs[index].tokens for index in at):
+            if not at:
+                return
+            if all(outputs[index].tokens for index in at):
                 await changed.wait()
-            elif at and not await _first(changed, silence_s):
+            elif not await _first(changed, silence_s):
                 yield -1, start, []
+
+
+@contextlib.contextmanager
+def _changes(outputs: Sequence[SessionOutput]) -> Iterator[asyncio.Event]:
+    """Return what is set whenever one of the outputs changes."""
+    changed = asyncio.Event()
+    for output in outputs:
+        output.changed.append(changed)
+    try:
+        yield changed
     finally:
         for output in outputs:
             output.changed.remove(changed)
