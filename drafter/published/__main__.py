@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from drafter.published.loading import PublishedCheckpoint, TargetSize
-from drafter.published.module import EMBEDDINGS, HEAD
 from outrider.models.published_drafters import drafter_folder
 from outrider.protocol.errors import OutriderError
 
+if TYPE_CHECKING:
+    from drafter.published.loading import PublishedCheckpoint, TargetSize
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
-_SUPPLIED = {EMBEDDINGS: "input embeddings", HEAD: "head"}
 
 
 @app.callback()
@@ -30,6 +30,8 @@ def inspect(
 
     All weights are read and checked. Nothing of the checkpoint is executed.
     """
+    from drafter.published.loading import PublishedCheckpoint, TargetSize  # loads torch, which takes seconds
+
     checkpoint = PublishedCheckpoint.open(drafter_folder(name))
     size = TargetSize.read(target, typer.echo) if target else None
     typer.echo(_description(checkpoint, size))
@@ -39,7 +41,10 @@ def inspect(
 
 
 def _description(checkpoint: PublishedCheckpoint, target: TargetSize | None) -> str:
+    from drafter.published.module import EMBEDDINGS, HEAD
+
     module, needs = checkpoint.module, checkpoint.module.needs
+    supplied = {EMBEDDINGS: "input embeddings", HEAD: "head"}
     lines = [
         f"format      {checkpoint.format.title}",
         f"parameters  {checkpoint.check_weights():,}",
@@ -48,7 +53,7 @@ def _description(checkpoint: PublishedCheckpoint, target: TargetSize | None) -> 
         f"            {_states(checkpoint, target)}",
     ]
     if checkpoint.lacks:
-        lines.append(f"            {' and '.join(_SUPPLIED[name] for name in checkpoint.lacks)} of the target")
+        lines.append(f"            {' and '.join(supplied[name] for name in checkpoint.lacks)} of the target")
     if checkpoint.format.made_for:
         lines.append(f"made for    {checkpoint.format.made_for}")
     return "\n".join(lines)

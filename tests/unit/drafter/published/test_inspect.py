@@ -94,6 +94,11 @@ def test_a_home_that_cannot_be_written_has_no_traceback(
     assert capsys.readouterr().err.startswith("outrider: [Errno 20] Not a directory: ")
 
 
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, drafter.published.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=100).returncode == 0
+
+
 @pytest.mark.parametrize("command", [["drafters"], ["drafters", "inspect"], ["serve", "coordinator"]])
 def test_short_help_works_below_groups_as_above(command: list[str]) -> None:
     line = [sys.executable, "-c", "from outrider.cli.app import main; main()", *command, "-h"]
