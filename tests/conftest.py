@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
-from outrider.testing.toy_models import make_model
-from tests.cluster import Cluster
+from outrider.base.openmp import wait_briefly
+
+wait_briefly()  # as the services do it before they load torch
+
+import torch  # noqa: E402
+
+from outrider.testing.toy_models import make_model  # noqa: E402
+from tests.cluster import Cluster  # noqa: E402
 
 settings.register_profile("outrider", deadline=None)  # its default measures other programs' load, too
 settings.load_profile("outrider")
