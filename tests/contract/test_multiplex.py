@@ -174,8 +174,8 @@ async def test_a_session_that_reads_nothing_stops_no_other(loaded: LoadedModel, 
         async with asyncio.timeout(20):
             while not await ended():
                 await asyncio.sleep(0.05)
-        assert stalled.call.raw._stream._unread, "the session has read nothing"
-        assert stalled.call.raw._stream._peer_window < WINDOW_BYTES // 2
+        assert stalled.call.raw._unread, "the session has read nothing"
+        assert stalled.call.raw._peer_window < WINDOW_BYTES // 2
 
 
 async def test_a_session_has_at_most_32_messages_on_their_way(
@@ -185,7 +185,7 @@ async def test_a_session_has_at_most_32_messages_on_their_way(
     async with verifier_serving(loaded, tmp_path, write_timeout_s=30.0) as address, sharing(address) as shared:
         stalled, reading = await shared.verify(), await shared.verify()
         await stalled.open(prompt, session_id="stalled", max_tokens=1500)
-        arrived = stalled.call.raw._stream._unread
+        arrived = stalled.call.raw._unread
         assert await soon(lambda: len(arrived) >= 31, 10)
         await reading.open(prompt, session_id="reading", max_tokens=600)
         assert len(await read_all(reading)) == 600

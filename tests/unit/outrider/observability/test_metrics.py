@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,28 @@ def test_a_plain_verdict_is_no_draft() -> None:
     assert value(metrics, "plan_steps_total", model_name="target", plan="plain") == 1
     assert value(metrics, "plan_steps_total", model_name="target", plan="in turns") == 0
     assert value(metrics, "gamma_bucket", model_name="target", le="0.0") == 1
+
+
+def test_a_verdict_of_many_steps_is_recorded_as_quickly_as_one_of_a_single_step() -> None:
+    """On the token path: a plain verdict may stand for 64 steps, each of which counts."""
+    target = (metrics := CoordinatorMetrics(WAYS)).of("target")
+
+    def calls(tokens: int) -> int:
+        made: list[str] = []
+        one = Verdict(7, tuple(range(tokens)), 0, TokenKind.PLAIN)
+        sys.setprofile(lambda frame, event, _: made.append(frame.f_code.co_qualname) if event == "call" else None)
+        try:
+            target.record_verdict(one, 3, "plain")
+        finally:
+            sys.setprofile(None)
+        return len(made)
+
+    before = calls(1)
+    assert calls(64) == calls(1) <= min(4, before)
+    of = {"model_name": "target"}
+    assert value(metrics, "gamma_count", **of) == value(metrics, "gamma_bucket", le="+Inf", **of) == 66
+    assert (value(metrics, "gamma_bucket", le="2.0", **of), value(metrics, "gamma_bucket", le="3.0", **of)) == (0, 66)
+    assert value(metrics, "gamma_sum", **of) == 3 * 66
 
 
 def test_verdicts_are_counted_by_position() -> None:
