@@ -112,8 +112,7 @@ def _worker(request: pb.RegisterRequest) -> WorkerInfo:
     if request.WhichOneof("message") != "worker":
         raise InvalidRequest.of("message", request.WhichOneof("message") or "empty", "worker")
     worker = convert.worker_from_proto(request.worker)
-    if not worker.kind:
-        raise InvalidRequest.of("worker.kind", "empty", "target for a verifier, else the drafter's kind")
-    if not worker.capacity:
-        raise InvalidRequest.of("worker.capacity", 0, "at least 1 session")
+    for field, limit in (("kind", "target, or the kind of a drafter"), ("capacity", "at least 1 session")):
+        if not (value := getattr(worker, field)):
+            raise InvalidRequest.of(f"worker.{field}", "empty" if value == "" else value, limit)
     return worker

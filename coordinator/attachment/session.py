@@ -145,7 +145,7 @@ def _record(opening: pb.OpenAttached, model: ModelInfo, salt: str, tenant_id: st
     check_count("open.tokens", len(opening.tokens), message_limits.MAX_OPEN_TOKENS, "tokens")
     if not 1 <= opening.max_guesses <= MAX_GAMMA:
         raise InvalidRequest.of("open.max_guesses", opening.max_guesses, f"in [1, {MAX_GAMMA}]")
-    params = convert.params_from_proto(convert.with_max_tokens(opening.params))
+    params = convert.params_from_proto(opening.params)
     given = SessionOpening(secrets.token_hex(12), 0, tuple(opening.tokens), opening.prompt_length, params)
     given.check_for(model.vocab_size, VerifySteering(), opening.cache_salt)
     if params.mode.needs_draft_probs or params.grammar is not None or params.logprobs is not None:

@@ -114,11 +114,7 @@ def _models(target: str) -> Iterator[Finding]:
         there = os.path.isfile(default_path() / "config.json")  # False where the folder may not be entered
         yield _judged("target", there, str(default_path()), "run: outrider models fetch", fault="note")
         return
-    try:
-        path = locate(target, lambda _: None)
-    except (StartupError, OSError) as error:
-        yield Finding("target", "bad", str(error), "use an existing path, or a hub id")
-        return
+    path = locate(target, lambda _: None)
     yield Finding("target", "ok", f"{path} is used as a hub id" if isinstance(path, str) else str(path))
 
 

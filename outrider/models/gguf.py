@@ -115,9 +115,8 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
         made = Tokenizer.from_str(json.dumps(parts))
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     last = fields["tokens"].contents(-1)  # as transformers reads an id of -1
-    kept = {
-        it: getattr(found, it) for it, key in names.items() if f"{key}_token_id" in fields or getattr(found, it) != last
-    }
+    kept = {it: getattr(found, it) for it in names}
+    kept = {it: token for it, token in kept.items() if token != last or f"{names[it]}_token_id" in fields}
     kept |= {"tokenizer_object": made, "add_bos_token": add_bos, "add_eos_token": found.add_eos_token}
     named = {name[24:]: it.contents() for name, it in fields.items() if name.startswith("tokenizer.chat_template.")}
     default = found.chat_template

@@ -56,13 +56,6 @@ def params_from_proto(proto: common.SamplingParams) -> SamplingParams:
     return from_plain(SamplingParams, present_fields(proto))
 
 
-def with_max_tokens(params: common.SamplingParams) -> common.SamplingParams:
-    """Return the parameters of a session's opening; raise InvalidRequest without max_tokens, as of an absent seed."""
-    if not params.HasField("max_tokens"):
-        raise InvalidRequest.of("params.max_tokens", "absent", "given: only the coordinator has a default")
-    return params
-
-
 def present_fields(proto: Message) -> dict[str, Any]:
     """Return the fields that a message has, those of its messages likewise."""
     return {field.name: _present(value) for field, value in proto.ListFields()}
@@ -79,7 +72,8 @@ def opening_from_proto(kind: type[T], request: Any) -> T:
     if (found := request.WhichOneof("message")) != "open":
         raise InvalidRequest.of("first message", found or "empty", "open")
     check_count("open.tokens", len(request.open.tokens), message_limits.MAX_OPEN_TOKENS, "tokens")
-    with_max_tokens(request.open.params)
+    if not request.open.params.HasField("max_tokens"):
+        raise InvalidRequest.of("params.max_tokens", "absent", "given: only the coordinator has a default")
     return incoming(kind, request.open)
 
 

@@ -115,8 +115,7 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
         card.check_target(Path(order.start), order.target, digest)
         if order.layers not in (0, started := card.shape["layers"]):
             raise StartupError.of("layers", order.layers, f"{started}, as {order.start} has, or absent")
-    order = replace(order, layers=order.layers or 1)
-    if order.method == "early-exit":  # likewise
+    if (order := replace(order, layers=order.layers or 1)).method == "early-exit":  # likewise
         with startup_errors(order.target), torch.device("meta"):
             config = AutoConfig.from_pretrained(locate(order.target, watcher.on_status), trust_remote_code=False)
             shortened(empty_model(config), exit_layers=order.exit_layers, layers=order.layers)

@@ -173,7 +173,6 @@ async def test_another_vocabulary_is_refused(house: House) -> None:
         (opening(temperature=1.0, verification=common.VERIFICATION_BLOCK), "greedy or coupled"),
         (opening(logprobs=1), "greedy or coupled"),
         (opening(max_tokens=0), "max_tokens"),
-        (opening(max_tokens=None), "max_tokens"),
     ],
 )
 async def test_an_opening_that_cannot_be_served_is_refused(
