@@ -141,6 +141,31 @@ def test_thoughts_come_first(name: str, tokens: bool) -> None:
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+def test_a_call_that_begins_with_its_own_mark_is_constrained(tokens: bool) -> None:
+    """As Qwen3-Coder writes some; only where text may come before."""
+    form = forms.QWEN3_CODER
+    good, bad = (form.write("get_weather", it).removeprefix("<tool_call>\n") for it in ({"city": "x"}, {"n": 3}))
+    for before in ("", "A text.\n", "<tool_cal <func"):
+        assert allows(tokens, form, before + good)[0]
+        assert not allows(tokens, form, before + bad)[1]
+        assert not allows(tokens, form, before + good, required=True)[1]
+    again = form.between + form.write("get_time", {})
+    assert allows(tokens, form, good + again)[0]
+    assert not allows(tokens, form, good + again, parallel=False)[1]
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+def test_a_list_of_calls_without_a_mark_begins_the_answer(tokens: bool) -> None:
+    form = forms.PYTHONIC
+    for before in ("", " \n"):
+        assert allows(tokens, form, f"{before}[get_weather(city='x'), get_time()]")[0]
+        assert not allows(tokens, form, f"{before}[get_weather(n=3)]")[1]
+    for text in ("[get_weather](x) (", '[1, "get_weather("]', "[get_rain", "A [get_weather(n=3)]", "get_weather(n=3)"):
+        assert allows(tokens, form, text)[0], text
+        assert not allows(tokens, form, text, required=True)[0], text
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
 @pytest.mark.parametrize("name", ["llama3", "json"])
 def test_marks_in_letters_begin_no_free_text_with_a_call(name: str, tokens: bool) -> None:
     """The parser reads text: it does not know whether a mark was a token."""

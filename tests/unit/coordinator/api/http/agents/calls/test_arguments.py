@@ -50,6 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "one of texts": (of({"enum": ["a", "ab"]}), ["a", "ab"], ["", "b", "abc", 3]),
     "one of texts, or null": (of({"type": ["string", "null"], "enum": ["a", None]}), ["a", None], ["b", ""]),
     "a constant": (of({"const": 3}), [3], [4, "a"]),
+    "one of texts and numbers": (of({"enum": ["1", 2]}), ["1", 2], [3, "x"]),
     "any text, or null": (of({"anyOf": [{"type": "string"}, {"type": "null"}]}), ["a", None, ""], []),
     "an integer, or null": (of({"type": ["integer", "null"]}), [3, None], ["a", True]),
     "a list of integers": (of({"type": "array", "items": {"type": "integer"}}), [[], [1, 2]], [["a"], {}, "", 1]),
@@ -234,11 +235,21 @@ def repeated(many: int) -> dict[str, dict[str, Any]]:
         ({"properties": {"": {"type": "integer"}}}, "a parameter without a name"),
         (of({"type": "string", "minLength": 5, "maxLength": 2}), "minLength 5 with maxLength 2"),
         (of({"type": "string", "minLength": -1}), "minLength -1 with maxLength None"),
+        (of({"type": "string", "minLength": 2_000}), "minLength 2000 with maxLength None"),
     ],
 )
 def test_what_no_rule_can_be_made_of_is_refused_by_name(form: Marked, schema: dict[str, Any], what: str) -> None:
     with pytest.raises(InvalidRequest, match=f"does not compile: f: {what} cannot be held in calls of the form "):
         allows(form, schema, "")
+
+
+@pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
+def test_a_text_that_has_its_tag_is_refused_by_name_and_no_length_is_too_large(form: Marked) -> None:
+    tag = form.ends.strip()
+    with pytest.raises(InvalidRequest, match=f"does not compile: f: a text with {tag} cannot be held in calls"):
+        allows(form, of({"enum": ["a", f"b{tag}"]}), "")
+    for most in (100_000, 10**12):
+        assert allows(form, of({"type": "string", "maxLength": most}), form.write("f", {"a": "x"}))
 
 
 @pytest.mark.parametrize("form", [it for it in TAGGED.values() if not it.other], ids=lambda form: form.name)

@@ -27,6 +27,7 @@ WEATHER: dict[str, Any] = {
         "spots": {"type": "array", "items": {"type": "object"}},
         "id": {"type": ["integer", "string"]},
         "any": {},
+        "level": {"enum": ["1", 2]},
     },
 }
 SCHEMAS = {"get_weather": WEATHER, "get_time": {}, "f": {"additionalProperties": {"type": "number"}}}
@@ -172,7 +173,33 @@ SAMPLES: dict[str, tuple[Dialect, str, Answer]] = {
         "</arg_value><arg_key>days</arg_key><arg_value>3</arg_value></tool_call>",
         Answer(calls=[("get_weather", '{"spots": [{"x": "\\\\\\"</arg_value>", "y": "\\\\"}], "days": 3}')]),
     ),
+    "texts and numbers that look alike": (
+        forms.GLM47,
+        "<tool_call>get_weather<arg_key>level</arg_key><arg_value>1</arg_value><arg_key>spots</arg_key><arg_value>[]"
+        "</arg_value></tool_call><tool_call>get_weather<arg_key>level</arg_key><arg_value>2</arg_value></tool_call>",
+        Answer(calls=[("get_weather", '{"level": "1", "spots": []}'), ("get_weather", '{"level": 2}')]),
+    ),
+    "without the opener": (
+        forms.QWEN3_CODER,
+        QWEN.removeprefix("<tool_call>\n"),
+        Answer(calls=ONE),
+    ),
+    "after text, without the opener": (
+        forms.QWEN3_CODER,
+        f"So <func. {QWEN.removeprefix('<tool_call>')}\n<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
+        Answer("So <func. \n", calls=TWO),
+    ),
+    "without openers and closers": (
+        forms.MIMO,
+        "So.<function=f>\n</function>\n<function=get_time>\n</function>",
+        Answer("So.\n", calls=[("f", "{}"), ("get_time", "{}")]),
+    ),
     # Broken, or no calls at all: nothing is lost.
+    "an unknown function without the opener": (
+        forms.QWEN3_CODER,
+        "<function=g>\n</function> <function=",
+        Answer("<function=g>\n</function> <function="),
+    ),
     "an unknown function": (
         forms.QWEN3_CODER,
         "<tool_call>\n<function=g>\n</function>\n</tool_call>",
@@ -222,7 +249,12 @@ def test_pieces_change_nothing(name: str, at: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, (form, _, answer) in SAMPLES.items() if answer.calls == ONE and isinstance(form, Marked)]
+    "name",
+    [
+        name
+        for name, (form, _, answer) in SAMPLES.items()
+        if answer.calls == ONE and isinstance(form, Marked) and "opener" not in name
+    ],
 )
 def test_a_form_writes_what_its_models_write(name: str) -> None:
     form, text, _ = SAMPLES[name]
