@@ -64,9 +64,7 @@ async def valid_for_seeds(api: AsyncOpenAI, form: str, seeds: int) -> None:
     seen = Counter[str]()
     for seed in range(seeds):
         body = ASK | {"response_format": FORMATS[form], "seed": seed}
-        body["max_tokens"] = (
-            1500 if seed % 2 and form != "object" else 100
-        )  # of cut calls some are text
+        body["max_tokens"] = 1500 if seed % 2 and form != "object" else 100  # of cut calls some are text
         body["parallel_tool_calls"] = seed % 4 > 1
         body |= biased(("", OF_ANSWERS[form], OF_CALLS[form], OF_ANSWERS[form])[seed % 4], -100)
         told = []
