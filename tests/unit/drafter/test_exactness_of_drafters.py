@@ -390,12 +390,12 @@ def watched(kind: type[GuessTree]) -> type[GuessTree]:
             super().__init__(*args, **options)
             self.late: set[Node] = set()
 
-        def _add_node(self, guess: Guess, *place: Any) -> Node | None:
+        def _put(self, guess: Guess, *place: Any) -> tuple[Node, int] | None:
             size = self._size
-            node: Node | None = super()._add_node(guess, *place)
-            if node is not None and self._size > size and guess.position < len(self._committed):
-                self.late.add(node)
-            return node
+            put: tuple[Node, int] | None = super()._put(guess, *place)
+            if put is not None and self._size > size and guess.position < len(self._committed):
+                self.late.add(put[0])
+            return put
 
     return Watched
 
