@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from coordinator.api.service import CoordinatorService
+from coordinator.sessions import streams
 from outrider.base.aio import until as soon
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol.errors import InvalidRequest
@@ -97,6 +98,8 @@ async def watched(
     ports = {"verifier": free_port(), "drafter": free_port()}
     folder = tmp_path_factory.mktemp("tokenizer")
     async with AsyncExitStack() as stack:
+        one_step_each = stack.enter_context(pytest.MonkeyPatch.context())  # verdicts that are read late share none
+        one_step_each.setattr(streams, "PLAIN_STEPS", 1)
         address = await stack.enter_async_context(in_process(service, settings))
         await stack.enter_async_context(
             verifier_serving(loaded, folder, coordinators=address, metrics_port=ports["verifier"])
