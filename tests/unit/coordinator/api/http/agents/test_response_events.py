@@ -13,8 +13,9 @@ from tokenizers import AddedToken
 
 from coordinator.api.http import streams
 from coordinator.api.http.agents import response_events
-from coordinator.api.http.agents.calls.forms import HARMONY, HERMES
-from coordinator.api.http.agents.dialects import Manner
+from coordinator.api.http.agents.calls.forms import HERMES
+from coordinator.api.http.agents.dialects import HARMONY, HarmonyManner, TextManner
+from coordinator.api.http.agents.parser import Parser
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.agents.response_events import ResponseReplies, shortened
 from coordinator.sessions.detokenizer import TextStream
@@ -78,7 +79,9 @@ def test_instructions_among_the_items_stay() -> None:
     assert told([{"role": "assistant", "content": "1"}, {"role": "assistant", "content": "2"}]) == ["a1 a2", "a2"]
 
 
-async def events_of(text: str, target: Target, manner: Manner, more: Any = ()) -> list[dict[str, Any]]:
+async def events_of(
+    text: str, target: Target, manner: TextManner | HarmonyManner, more: Any = ()
+) -> list[dict[str, Any]]:
     """The events of an answer as clients read them; the log probability of a token is its place."""
     given = {"input": "Hi.", "include": ["message.output_text.logprobs"], **dict(more)}
     body = ResponsesBody.model_validate(given)
@@ -96,7 +99,9 @@ async def events_of(text: str, target: Target, manner: Manner, more: Any = ()) -
     async def answering() -> AsyncIterator[Sequence[Session]]:
         yield [cast(Session, session)]
 
-    replies = ResponseReplies(body, target, manner)
+    schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.chat.callable_tools}
+    [parser] = manner.parsers(schemas, body.chat, target)
+    replies = ResponseReplies(body, target, parser)
     written = [streams._event(event) async for event in replies.chunks(answering())]
     return [json.loads(event.partition(b"data: ")[2]) for event in written]
 
@@ -119,7 +124,7 @@ async def test_thoughts_marks_and_calls_have_no_log_probabilities(*, special: bo
         [AddedToken(it, special=special) for it in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
     )
     target = target_of(tokenizer)
-    manner = Manner(HERMES, knows_tools=True, thinks=True)
+    manner = TextManner(HERMES, knows_tools=True, thinks=True)
     text = f"<think>Hm. 世</think>So 世界. {CALL}"
     events = await events_of(text, target, manner, {"tools": [TOOL]})
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
@@ -139,13 +144,15 @@ async def test_thoughts_marks_and_calls_have_no_log_probabilities(*, special: bo
 
 async def test_headers_of_harmony_have_no_log_probabilities() -> None:
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>So.<|return|>"
-    events = await events_of(text, target_of(harmony_tokenizer()), Manner(HARMONY, knows_tools=True, thinks=True))
+    events = await events_of(
+        text, target_of(harmony_tokenizer()), HarmonyManner(HARMONY, knows_tools=True, thinks=True)
+    )
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert "".join(token["token"] for event in deltas for token in event["logprobs"]) == "So."
 
 
 async def test_an_answer_in_calls_alone_stays_one() -> None:
-    events = await events_of(CALL, target_of(byte_tokenizer()), Manner(HERMES, knows_tools=True), {"tools": [TOOL]})
+    events = await events_of(CALL, target_of(byte_tokenizer()), TextManner(HERMES, knows_tools=True), {"tools": [TOOL]})
     assert [item["type"] for item in events[-1]["response"]["output"]] == ["function_call"]
 
 
@@ -158,7 +165,7 @@ async def test_what_the_request_gave_is_encoded_once(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(streams, "_text", noted)
     more = {"instructions": "Be short.", "tools": [TOOL], "metadata": {"a": "b"}}
-    events = await events_of("So.", target_of(byte_tokenizer()), Manner(HERMES, knows_tools=True), more)
+    events = await events_of("So.", target_of(byte_tokenizer()), TextManner(HERMES, knows_tools=True), more)
     repeated = [event["response"] for event in events if "response" in event]
     assert len(repeated) == 3
     for response in repeated:
@@ -173,7 +180,7 @@ def test_absent_fields_are_repeated_with_what_they_mean() -> None:
     given = ResponseReplies(
         ResponsesBody.model_validate({"input": "Hi.", "tools": None}),
         target_of(byte_tokenizer()),
-        Manner(HERMES, knows_tools=True),
+        Parser(),
     )._given
     assert {name: json.loads(it.text) for name, it in given.items()} == {
         "instructions": None,

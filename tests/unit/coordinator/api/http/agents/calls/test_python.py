@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from coordinator.api.http.agents.calls import forms
 from coordinator.api.http.agents.calls.forms import Marked
 from coordinator.api.http.agents.calls.values import from_python
-from coordinator.api.http.agents.dialects import Manner
-from coordinator.api.http.agents.parser import AnswerParser, PartKind
+from coordinator.api.http.agents.parser import AnswerParser, Manner, PartKind
 from outrider.protocol.errors import InvalidRequest
 from tests.unit.coordinator.api.http.agents.calls.test_arguments import allows, of
 from tests.unit.coordinator.api.http.agents.calls.test_scanner import typed_calls
