@@ -19,7 +19,7 @@ from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 from coordinator.workers.chat_template import Chat
 
-_STRUCTURE = re.compile(r'["\\{}\[\]]')
+_STRUCTURE = {True: re.compile(r'\\.|"', re.DOTALL), False: re.compile(r'["{}\[\]]')}  # within a string, and outside
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _BLANK = " \t\r\n"
 _BETWEEN = _BLANK + ",;"
@@ -132,13 +132,12 @@ class AnswerParser(Parser):
     def end(self) -> list[Part]:
         self._ended = True
         parts = self.feed("")
-        if self.calls and self._step in (AnswerParser._between_calls, AnswerParser._in_call):
+        calling = self._step in (AnswerParser._between_calls, AnswerParser._in_call)
+        if self.calls and calling:
             return parts  # what is left can only begin a further call
         kind = PartKind.REASONING if self._step is AnswerParser._reasoning else PartKind.CONTENT
-        if self._step is AnswerParser._in_call and not self._call.named:
-            self._emit(kind, self._opened + self._call.text)
-        if self._step is not AnswerParser._between_calls or self._opened:
-            self._emit(kind, self._opened * (self._step is AnswerParser._between_calls) + self._text)
+        left = self._call.text if self._step is AnswerParser._in_call else self._text
+        self._emit(kind, self._opened * calling + left)
         if self._blank and not self.calls:
             self._parts.append(Part(PartKind.CONTENT, self._blank))
         return parts + self._parts
@@ -160,14 +159,13 @@ class AnswerParser(Parser):
 
     def _opening(self) -> bool:
         """Find out whether an answer begins with calls, where only there they may be."""
-        self._step = AnswerParser._content
         text = self._text.lstrip(" \n")  # other blanks begin free text, as for the grammar
         self._text = text if self._formatted else self._text
         begun = "".join(self._text[:_MOST].split()) if self._formatted else self._text[:_MOST].lstrip(" \n")
         may_begin = not self._ended and len(self._text) < _MOST
         if may_begin and any(start.startswith(begun) and start != begun for start in self._starts):
-            self._step = AnswerParser._opening
             return False
+        self._step = AnswerParser._content
         if begun.startswith(self._starts):
             self._opened = self._dialect.opener if text.startswith(self._dialect.opener) else ""
             self._blank = self._text[: len(self._text) - len(text)]
@@ -194,13 +192,9 @@ class AnswerParser(Parser):
             text = ""
         for mark in (dialect.closer, dialect.opener, dialect.tail.strip() * isinstance(dialect, Marked)):
             if mark and text.startswith(mark) and (self.calls or mark == dialect.opener):
-                opens = mark == dialect.opener
-                self._step = (
-                    AnswerParser._content
-                    if mark == dialect.closer and not dialect.opens_each
-                    else AnswerParser._between_calls
-                )
-                return self._take(text, mark * opens, len(mark))
+                ends = mark == dialect.closer and not dialect.opens_each
+                self._step = AnswerParser._content if ends else AnswerParser._between_calls
+                return self._take(text, mark * (mark == dialect.opener), len(mark))
             if text and mark.startswith(text) and (self.calls or not self._ended):
                 self._text = "" if self._ended else self._text
                 return False
@@ -292,17 +286,12 @@ class _CallScanner:
             self._passed = head.end()
             self._at = max(self._at, head.end()) if self._bare else self._at
             self.named = head[1] if head[1] in self._names else ""
-        while not self.done and (found := _STRUCTURE.search(self.text, self._at)) is not None:
-            escape = found[0] == "\\" and self._in_string
-            if escape and found.end() == len(self.text):
-                self._at = found.start()
-                break  # the escaped character is still to come
-            self._at = found.end() + escape
+        while not self.done and (found := _STRUCTURE[self._in_string].search(self.text, self._at)) is not None:
+            self._at = found.end()
             self._scan(found[0])
-        else:
-            self._at = self._at if self.done else len(self.text)
-        if self.named and not self.complete:
-            self._pass_on(self._at)
+        if not self.done:  # an escaped character may still be to come
+            self._at = max(self._at, len(self.text) - (self._in_string and self.text.endswith("\\")))
+        self._pass_on()
         rest, self.text = self.text[self._at :] if self.done else "", self.text[: self._at] if self.done else self.text
         if self.done and not self.named and not self._bare:
             self._read_whole()
@@ -314,14 +303,13 @@ class _CallScanner:
         elif not self._in_string:
             self._depth += (char in "{[") - (char in "}]")
             if char in "}]" and self._depth == self._floor and 0 <= self._passed < self._at and not self.complete:
-                if self.named:
-                    self._pass_on(self._at)
+                self._pass_on()
                 self.complete = True
             self.done = self._depth <= 0 and char in "}]"
 
-    def _pass_on(self, end: int) -> None:
-        self.arguments += self.text[self._passed : end]
-        self._passed = end
+    def _pass_on(self) -> None:
+        if self.named and not self.complete:
+            self.arguments, self._passed = self.arguments + self.text[self._passed : self._at], self._at
 
     def _read_whole(self) -> None:
         """Read a call whose fields are in another order, or whose arguments are a text."""
