@@ -205,9 +205,8 @@ class ResponseReplies:
                 while names:
                     yield {"type": f"response.{names.pop(0)}", "response": self._response(session, "in_progress", [])}
                 for some in [[token] for token in tokens] * self._by_token or [tokens]:
-                    for part in self._read(session, some):
-                        for event in self._add(session, part):
-                            yield event
+                    for event in self._read(session, some):
+                        yield event
         status = "incomplete" if reason_of(session) == "length" else "completed"
         for event in self._end(session, status):
             yield event
@@ -236,8 +235,8 @@ class ResponseReplies:
             **self._given,
         }
 
-    def _read(self, session: Session, tokens: Sequence[Token]) -> Sequence[Part]:
-        """Return new parts. The log probabilities of other parts, and of the marks around them, are left out."""
+    def _read(self, session: Session, tokens: Sequence[Token]) -> Iterator[Json]:
+        """Add new parts. The log probabilities of other parts, and of the marks around them, are left out."""
         parser, marked = self._parser, any(it.token in self._parser.marks for it in tokens)
         thought = parser.is_thinking()
         parts = parser.read(session, tokens, ended=not tokens)
@@ -246,7 +245,8 @@ class ResponseReplies:
         if not spoken and (parts or marked or thought or parser.is_thinking()):
             self._next.clear()
         rest = self._next and not tokens and self._kind in (None, PartKind.CONTENT)
-        return parts or [Part(PartKind.CONTENT, "")] * bool(rest)
+        for part in parts or [Part(PartKind.CONTENT, "")] * bool(rest):
+            yield from self._add(session, part)
 
     def _add(self, session: Session, part: Part) -> Iterator[Json]:
         if part.kind is PartKind.CALL or part.kind not in (PartKind.ARGUMENTS, self._kind):
