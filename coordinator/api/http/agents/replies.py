@@ -9,9 +9,8 @@ from typing import Any
 
 from coordinator.api.http import responses
 from coordinator.api.http.agents.bodies import ChatBody, lenient
-from coordinator.api.http.agents.dialects import manner_of
+from coordinator.api.http.agents.dialects import chat_of, manner_of
 from coordinator.api.http.agents.parser import Parser, PartKind
-from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.answer import input_of
 from coordinator.api.http.bodies import ChatOptions
 from coordinator.api.http.failures import FIELD_NAMES

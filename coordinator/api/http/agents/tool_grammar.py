@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from coordinator.api.http.agents.bodies import ChatBody, ToolChoice
 from coordinator.api.http.agents.calls.arguments import arguments_rule
 from coordinator.api.http.agents.calls.forms import Dialect, Marked
 from coordinator.api.http.agents.calls.marks import MarkRules
@@ -26,20 +27,17 @@ BLANK = r"/[ \n]{0,4}/"  # between thoughts and what follows
 
 
 def grammar_of(
-    tools: Mapping[str, Mapping[str, Any]],
-    manner: Manner,
-    target: Target,
-    *,
-    required: bool,
-    parallel: bool,
-    answer: Grammar | None = None,
-) -> Grammar:
+    manner: Manner, tools: Mapping[str, Any], body: ChatBody, target: Target, answer: Grammar | None
+) -> Grammar | None:
     """Return the grammar of an answer that may, or must, call these tools, given with their parameters' schemas.
 
     `answer` is the format of one without calls; None: any text.
     """
+    if (required := body.calls_required) is None:
+        return answer
+    one = not manner.several or body.parallel_tool_calls is False or isinstance(body.tool_choice, ToolChoice)
     rules = _Rules(manner.dialect, target, None if required else answer)
-    calls = rules.calls(tools, MAX_CALLS if parallel else 1, required=required)
+    calls = rules.calls(tools, 1 if one else MAX_CALLS, required=required)
     start = ""
     if manner.thinking or (manner.thinks and not required):
         opened = "" if manner.thinking else rules.mark(manner.thoughts[0])

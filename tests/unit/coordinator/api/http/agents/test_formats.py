@@ -12,11 +12,10 @@ import pytest
 
 from coordinator.api.http.agents.calls.forms import HERMES, Dialect
 from coordinator.api.http.agents.parser import AnswerParser, Manner, PartKind
-from coordinator.api.http.agents.tool_grammar import grammar_of
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import Grammar, SamplingParams
 from outrider.speculation.grammar import GrammarMatcher
-from tests.unit.coordinator.api.http.agents.test_tool_grammar import ALL, DIALECTS, TARGETS, TOOLS
+from tests.unit.coordinator.api.http.agents.test_tool_grammar import ALL, DIALECTS, TARGETS, TOOLS, grammar_of
 
 DAYS: dict[str, Any] = {
     "type": "object",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken
 
+from coordinator.api.http.agents import tool_grammar
+from coordinator.api.http.agents.bodies import ChatBody, Function, Tool
 from coordinator.api.http.agents.calls import forms
 from coordinator.api.http.agents.calls.forms import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, Dialect
 from coordinator.api.http.agents.parser import Manner
-from coordinator.api.http.agents.tool_grammar import MAX_CALLS, grammar_of
+from coordinator.api.http.agents.tool_grammar import MAX_CALLS
 from coordinator.workers.target import Target
 from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.errors import InvalidRequest
@@ -49,6 +52,23 @@ def target_of(*, tokens: bool) -> Target:
 
 
 TARGETS = {tokens: target_of(tokens=tokens) for tokens in (False, True)}
+
+
+def grammar_of(
+    tools: Mapping[str, Any],
+    manner: Manner,
+    target: Target,
+    *,
+    required: bool,
+    parallel: bool,
+    answer: Grammar | None = None,
+) -> Grammar:
+    given = [Tool(type="function", function=Function(name=name)) for name in tools]
+    choice: Any = "required" if required else "auto"
+    body = ChatBody.model_construct(messages=[], tools=given, tool_choice=choice, parallel_tool_calls=parallel)
+    grammar = tool_grammar.grammar_of(manner, tools, body, target, answer)
+    assert grammar is not None
+    return grammar
 
 
 def allows(tokens: bool, dialect: Dialect, text: str, *, in_letters: bool = False, **choice: Any) -> tuple[bool, bool]:

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from coordinator.api.http.agents.calls.forms import Marked
 from coordinator.api.http.agents.calls.values import wanted
 from coordinator.api.http.agents.parser import AnswerParser, Manner
-from coordinator.api.http.agents.tool_grammar import grammar_of
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
 from tests.unit.coordinator.api.http.agents.calls.test_scanner import typed_calls
 from tests.unit.coordinator.api.http.agents.test_parser import parsed
-from tests.unit.coordinator.api.http.agents.test_tool_grammar import TAGGED, TARGETS
+from tests.unit.coordinator.api.http.agents.test_tool_grammar import TAGGED, TARGETS, grammar_of
 
 ONE: dict[str, Any] = {"required": True, "parallel": False}
 LENIENT = {"x-guidance": {"lenient": True}}
