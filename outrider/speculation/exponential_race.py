@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -43,24 +42,13 @@ def _uncut_draws(logits: torch.Tensor, states: torch.Tensor, temperature: torch.
     """Draw from the softmax over the whole vocabulary without computing it: a race needs no normalised weights."""
     if logits.is_cuda:
         return triton_race.race(logits, noise.to_device(states, logits.device), temperature[:, 0])
-    highest = logits.amax(dim=-1, keepdim=True).to(torch.float64) / temperature
-    return noise.pruned_race(states, logits.shape[-1], _LogitWeights(logits, temperature, highest))
+    temperatures = temperature[:, 0]
+    highest = logits.amax(dim=-1).to(torch.float64) / temperatures
 
+    def weigh(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return (values.to(torch.float64) / temperatures[rows] - highest[rows]).exp_()
 
-@dataclass(frozen=True, slots=True)
-class _LogitWeights:
-    """The weights of a softmax, not normalised."""
-
-    logits: torch.Tensor  # [rows, vocab]
-    temperature: torch.Tensor  # [rows, 1]
-    highest: torch.Tensor  # logit by temperature  # [rows, 1]
-
-    def peaks(self) -> torch.Tensor:
-        return (noise.block_peaks(self.logits).to(torch.float64) / self.temperature - self.highest).exp_()
-
-    def at(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        logits = self.logits[rows, columns].to(torch.float64)
-        return (logits / self.temperature[rows, 0] - self.highest[rows, 0]).exp_()
+    return noise.pruned_race(states, logits, weigh)
 
 
 def shared_choices(

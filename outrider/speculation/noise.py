@@ -8,15 +8,15 @@ rejection rule would bias the text.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 _Hashes = npt.NDArray[np.uint64]
+Weigh = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of `pruned_race`
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -100,7 +100,7 @@ def exponential_race(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) 
     P(i) = weight_i / Σ weights, so rows need no normalising.
     """
     if ids.dim() == 1 and len(ids) > MANY_IDS and not weights.is_cuda:
-        return pruned_race(signed(keys), len(ids), GivenWeights(weights))
+        return pruned_race(signed(keys), weights, lambda values, _: values.to(torch.float64))
     return arrival_times(keys, ids, weights).argmin(dim=-1)
 
 
@@ -120,29 +120,6 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
-class RaceWeights(Protocol):
-    """The weights of a race, computed only where they are needed."""
-
-    def peaks(self) -> torch.Tensor:
-        """Return the highest weight of each block of BLOCK neighbouring columns.  # [rows, blocks]"""
-
-    def at(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """Return single weights in double precision; the indices broadcast."""
-
-
-@dataclass(frozen=True, slots=True)
-class GivenWeights:
-    """Weights that a tensor holds.  # [rows, ids]"""
-
-    values: torch.Tensor
-
-    def peaks(self) -> torch.Tensor:
-        return block_peaks(self.values)
-
-    def at(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        return self.values[rows, columns].to(torch.float64)
-
-
 def block_peaks(values: torch.Tensor) -> torch.Tensor:
     """Return the maximum of each block of BLOCK neighbours, the last of which may be shorter.  # [rows, blocks]"""
     rows, width = values.shape
@@ -153,24 +130,28 @@ def block_peaks(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([peaks, values[:, whole * BLOCK :].amax(dim=-1, keepdim=True)], dim=1)
 
 
-def pruned_race(states: torch.Tensor, num_ids: int, weights: RaceWeights) -> torch.Tensor:
+def pruned_race(states: torch.Tensor, values: torch.Tensor, weigh: Weigh) -> torch.Tensor:
     """Draw from rows of many ids on a CPU: the winner of all, with logarithms only for columns that can win.
+
+    `weigh` returns the weights of some `values` [rows, ids] in double precision, given their rows: higher for higher.
 
     The columns of the heaviest blocks give an upper bound of the minimum. An exponential is never below the uniform
     number u that it is computed from, so a column with u above bound · weight cannot win. The weight is at most its
     block's peak, so one integer comparison per hash excludes nearly all. About BLOCK columns of a row are left,
     whatever the distribution. A row without a finite positive weight gives column 0.
     """
+    num_ids = values.shape[-1]
     keys, mixed = states.numpy().view(np.uint64)[:, None], _mixed_ids(num_ids)
-    peaks = weights.peaks().to(torch.float64)
     rows = torch.arange(len(states))[:, None]
+    peaks = weigh(block_peaks(values), rows)
     heaviest = peaks.topk(min(_HEAVIEST_BLOCKS, peaks.shape[1]), dim=-1).indices
     heavy = (heaviest[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1).clamp_(max=num_ids - 1)
-    first = (_exponentials(keys, mixed[heavy.numpy()]) / weights.at(rows, heavy)).min(dim=-1, keepdim=True)
+    first = (_exponentials(keys, mixed[heavy.numpy()]) / weigh(values[rows, heavy], rows)).min(dim=-1, keepdim=True)
     bounds = (peaks * first.values * (_SLACK * 2.0**_TOP_BITS)).ceil_().nan_to_num_(nan=0.0)
     limits = bounds.clamp_(max=2.0**_TOP_BITS - 1).to(torch.int64).numpy().astype(np.uint64)
     row, column = _possible_winners(keys, mixed, (limits << _LOW_BITS) | _LOW_MASK, heavy.gather(1, first.indices))
-    times = _exponentials(keys[row, 0], mixed[column]) / weights.at(torch.from_numpy(row), torch.from_numpy(column))
+    left = torch.from_numpy(row)
+    times = _exponentials(keys[row, 0], mixed[column]) / weigh(values[left, torch.from_numpy(column)], left)
     return _first_of_least(row, column, times.numpy(), len(states))
 
 
