@@ -243,10 +243,7 @@ class GuessTree:
         stack = [top]
         while stack:
             node = stack.pop()
-            self._forget(node)
             stack.extend(node.children.values())
-
-    def _forget(self, node: Node) -> None:
-        self._size -= 1
-        for key in node.keys:
-            self._nodes.pop(key, None)
+            self._size -= 1
+            for key in node.keys:
+                self._nodes.pop(key, None)
