@@ -36,7 +36,9 @@ class Segment:
         if new.parents:
             paths = TreeShape(tuple(new.parents)).paths
             positions = [base + len(path) - 1 for path in paths]
-            mask = _tree_mask(paths)
+            nodes = [node for node, path in enumerate(paths) for _ in path]
+            mask = torch.zeros((len(paths), len(paths)), dtype=torch.bool)
+            mask[nodes, [each for path in paths for each in path]] = True  # itself and its ancestors
         count = len(new.tokens)
         return cls(start, new.tokens, count, base, blocks, positions, mask, new.logits_from, new.hidden_from)
 
@@ -44,13 +46,6 @@ class Segment:
     def end(self) -> int:
         """Return the index after its last token in the step."""
         return self.start + self.count
-
-
-def _tree_mask(paths: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return which nodes each node attends to: itself and its ancestors.  # [nodes, nodes]"""
-    mask = torch.zeros((len(paths), len(paths)), dtype=torch.bool)
-    mask[[node for node, path in enumerate(paths) for _ in path], [each for path in paths for each in path]] = True
-    return mask
 
 
 @dataclass(frozen=True, slots=True)
