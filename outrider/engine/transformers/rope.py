@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from bisect import bisect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,13 +52,9 @@ def _steady_length(module: torch.nn.Module, kind: dict[str, str], most: int) -> 
         return all(torch.equal(one, other) for one, other in zip(short, long, strict=True))
 
     with torch.inference_mode(False), torch.no_grad():
-        if is_steady(most):
+        if is_steady(most):  # as nearly all are
             return most
-        steady, changed = 2, most
-        while changed - steady > 1:
-            middle = (steady + changed) // 2
-            steady, changed = (middle, changed) if is_steady(middle) else (steady, middle)
-        return steady
+        return 2 + bisect(range(3, most), False, key=lambda length: not is_steady(length))
 
 
 def _forward_clamped(
