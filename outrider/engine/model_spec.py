@@ -79,8 +79,8 @@ class ModelSpec:
     heads: int
     kv_heads: int
     head_dim: int
-    gated: bool
     activation: str
+    gated: bool = False
     parallel: bool = False  # attention and feed-forward read the same input
     softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -142,18 +142,13 @@ def _llama(model: Any) -> ModelSpec:
             )
         )
 
-    head_dim = layers[0].out.weight.shape[1] // config.num_attention_heads
-    return ModelSpec(
-        layers=tuple(layers),
-        embed=lambda ids, _: body.embed_tokens(ids),
+    return _spec(
+        model,
+        layers,
+        _rms(body.norm, gemma),
+        getattr(config, "hidden_activation", None) or config.hidden_act,
         rotations=rotations,
-        final=_rms(body.norm, gemma),
-        head=_linear(model.lm_head),
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
         gated=True,
-        activation=_activation(getattr(config, "hidden_activation", None) or config.hidden_act),
         softcap=getattr(config, "attn_logit_softcapping", None) or 0.0,
         logit_softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
         table=None if gemma else body.embed_tokens,
@@ -175,7 +170,7 @@ def _gpt2(model: Any) -> ModelSpec:
         for block in body.h
     ]
     embed = lambda ids, positions: body.wte(ids) + body.wpe(positions)  # noqa: E731
-    return _ungated(model, layers, body.ln_f, model.config.activation_function, embed=embed, rotations=())
+    return _spec(model, layers, _layer_norm(body.ln_f), model.config.activation_function, embed=embed, rotations=())
 
 
 def _gpt_neox(model: Any) -> ModelSpec:
@@ -195,7 +190,7 @@ def _gpt_neox(model: Any) -> ModelSpec:
         for layer in body.layers
     ]
     others = {"rotations": _rotations(body.rotary_emb, config), "parallel": bool(config.use_parallel_residual)}
-    return _ungated(model, layers, body.final_layer_norm, config.hidden_act, **others)
+    return _spec(model, layers, _layer_norm(body.final_layer_norm), config.hidden_act, **others)
 
 
 def _phi(model: Any) -> ModelSpec:
@@ -216,22 +211,21 @@ def _phi(model: Any) -> ModelSpec:
         for layer in body.layers
     ]
     others = {"rotations": _rotations(body.rotary_emb, config), "parallel": True}
-    return _ungated(model, layers, body.final_layernorm, config.hidden_act, **others)
+    return _spec(model, layers, _layer_norm(body.final_layernorm), config.hidden_act, **others)
 
 
-def _ungated(model: Any, layers: Sequence[Layer], final: Any, activation: str, **others: Any) -> ModelSpec:
-    """Return the spec of a family with layer norms and a feed-forward without a gate."""
-    config = model.config
+def _spec(model: Any, layers: Sequence[Layer], final: Norm, activation: str, **others: Any) -> ModelSpec:
+    """Return the spec of a model with these layers; `others` are its fields that families differ in."""
+    config, embeddings = model.config.get_text_config(), model.get_input_embeddings()
     return ModelSpec(
         layers=tuple(layers),
-        final=_layer_norm(final),
+        final=final,
         head=_linear(model.get_output_embeddings()),
         heads=config.num_attention_heads,
         kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
-        head_dim=config.hidden_size // config.num_attention_heads,
-        gated=False,
+        head_dim=layers[0].out.weight.shape[1] // config.num_attention_heads,
         activation=_activation(activation),
-        **{"embed": lambda ids, _: model.get_input_embeddings()(ids)} | others,
+        **{"embed": lambda ids, _: embeddings(ids)} | others,
     )
 
 
