@@ -221,7 +221,7 @@ def _make(order: TrainingOrder, inputs: TrainingInputs, begun: tuple[Card, dict[
     if order.method == "dspark":
         return DsparkMethod(inputs, layers=order.layers, block=order.heads, markov=order.markov)
     if order.method == "medusa":
-        return MedusaMethod(inputs.target_weights, inputs.ids, inputs.examples, heads=order.heads)
+        return MedusaMethod(inputs, heads=order.heads)
     if order.method == "distill":
         return distilled(inputs, hidden=order.hidden, layers=order.layers)
     return early_exit(inputs, exit_layers=order.exit_layers, layers=order.layers)

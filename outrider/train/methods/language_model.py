@@ -9,7 +9,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.protocol.errors import StartupError
-from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.methods.interface import Batch, TrainingInputs, accepted_guesses, cross_entropy, sample_positions
 
 _DEPTH = 5  # of held-out chains
@@ -18,13 +17,11 @@ _DEPTH = 5  # of held-out chains
 class LanguageMethod:
     """A model whose head is cut to `ids`."""
 
-    def __init__(
-        self, model: PreTrainedModel, target_weights: EmbeddingsAndHead, ids: torch.Tensor, shape: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, inputs: TrainingInputs, shape: Mapping[str, Any]) -> None:
         self.module = model
         self.shape = shape
-        self._target_weights, self._drafted = target_weights, target_weights.cut(ids)
-        self._ids = ids
+        self._target_weights, self._ids = inputs.target_weights, inputs.ids
+        self._drafted = self._target_weights.cut(self._ids)
         head: Any = model.get_output_embeddings()
         self._own_head = head.weight.requires_grad  # else the target's
 
@@ -59,7 +56,7 @@ class LanguageMethod:
 def early_exit(inputs: TrainingInputs, *, exit_layers: int, layers: int) -> LanguageMethod:
     """Return the method for the target's first layers and a few trained ones, which begin as copies of its last."""
     target = shortened(inputs.target, exit_layers=exit_layers, layers=layers)
-    return LanguageMethod(target, inputs.target_weights, inputs.ids, {"exit_layers": exit_layers, "layers": layers})
+    return LanguageMethod(target, inputs, {"exit_layers": exit_layers, "layers": layers})
 
 
 def shortened(target: PreTrainedModel, *, exit_layers: int, layers: int) -> PreTrainedModel:
@@ -114,4 +111,4 @@ def distilled(inputs: TrainingInputs, *, hidden: int, layers: int) -> LanguageMe
         directions = torch.pca_lowrank(table, q=kept, niter=2)[2]
         embeddings: Any = student.get_input_embeddings()
         embeddings.weight[:, :kept] = (table - table.mean(dim=0)) @ directions
-    return LanguageMethod(student, target_weights, inputs.ids, {"hidden": hidden, "layers": layers})
+    return LanguageMethod(student, inputs, {"hidden": hidden, "layers": layers})

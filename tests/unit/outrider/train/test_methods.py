@@ -45,7 +45,7 @@ def method_of(kind: str, examples: list[Example]) -> Any:
     matrices = EmbeddingsAndHead.of(model)
     inputs = TrainingInputs(model, matrices, torch.arange(VOCABULARY), examples)
     if kind == "medusa":
-        return MedusaMethod(matrices, inputs.ids, examples, heads=HEADS)
+        return MedusaMethod(inputs, heads=HEADS)
     if kind == "eagle":
         return EagleMethod(inputs, layers=1, steps=HEADS)
     return early_exit(inputs, exit_layers=1, layers=1)
