@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -84,6 +84,28 @@ class Engine(Protocol):
 
     def free(self, session: str) -> None:
         """Release a session's cache; unknown sessions are accepted."""
+
+
+class EngineWrapper:
+    """The base of engines in front of another one: it passes on to `inner` all that a subclass does not define."""
+
+    info: ModelInfo
+    device: torch.device
+    capacity_tokens: int
+    evictable_tokens: int
+    state_shape: tuple[int, int]
+    length: Callable[[str], int]
+    match_prefix: Callable[..., int]
+    truncate: Callable[[str, int], None]
+    compact: Callable[[str, int, Sequence[int]], None]
+    free: Callable[[str], None]
+    extend: Callable[[Sequence[SessionTokens]], StepResult]
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 def prefill(engine: Engine, session: str, tokens: Sequence[int], chunk: int = 512) -> torch.Tensor:

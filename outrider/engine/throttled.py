@@ -14,8 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from outrider.engine.interface import Engine, SessionTokens, StepResult
-from outrider.engine.wrapper import EngineWrapper
+from outrider.engine.interface import Engine, EngineWrapper, SessionTokens, StepResult
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import StartupError
 from outrider.protocol.speculation import TreeShape

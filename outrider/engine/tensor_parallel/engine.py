@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from outrider.engine.interface import Engine, SessionTokens, StepResult
+from outrider.engine.interface import Engine, EngineWrapper, SessionTokens, StepResult
 from outrider.engine.tensor_parallel.ranks import STOP, Command, RankGroup
-from outrider.engine.wrapper import EngineWrapper
 from outrider.protocol.errors import Overloaded
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from outrider.engine.checks import step_cost
 from outrider.engine.checks.step_cost import TOKENS, measure_cost
-from outrider.engine.interface import SessionTokens, StepResult
+from outrider.engine.interface import EngineWrapper, SessionTokens, StepResult
 from outrider.engine.throttled import parse_pace
-from outrider.engine.wrapper import EngineWrapper
 from outrider.protocol.cost_curve import UNKNOWN_COST
 from tests.emulated_cuda import Counts, emulated_cuda
 from tests.gpu.test_cuda import graphs_of
