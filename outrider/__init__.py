@@ -63,24 +63,16 @@ __all__ = [
     "Verification",
 ]
 
-# Loaded on first use: `import outrider.protocol` must load neither gRPC nor torch.
-_HOMES = {
-    "outrider.client.aio": ("AsyncClient",),
-    "outrider.client.events": ("Finished", "Generation", "Options", "Reply", "Started", "Tokens"),
-    "outrider.client.sync": ("DEFAULT_ENDPOINT", "Client"),
-    "outrider.protocol.sampling_params": ("Grammar", "SamplingParams", "Verification"),
-    "outrider.protocol.speculation": ("FinishReason", "TokenKind", "TokenLogprobs"),
-    "outrider.protocol.statistics": ("DrafterStats", "GenerationStats", "PlanStats", "ServerInfo"),
-    "outrider.security.tls": ("Tls",),
-}
-_HOME_OF = dict.fromkeys(__all__, "outrider.protocol.errors")  # of all others
-_HOME_OF |= {name: module for module, names in _HOMES.items() for name in names}
+# Loaded on first use, and in this order: `import outrider.protocol` must load neither gRPC nor torch.
+_HOMES: tuple[str, ...] = ("protocol.errors", "protocol.sampling_params", "protocol.speculation", "protocol.statistics")
+_HOMES += ("security.tls", "client.sync", "client.aio")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    homes = (importlib.import_module(f"outrider.{home}") for home in _HOMES)
+    return next(vars(home)[name] for home in homes if name in vars(home))
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import subprocess
@@ -23,8 +24,16 @@ def test_other_names_are_not() -> None:
         outrider.Nothing  # noqa: B018
 
 
-def test_all_and_the_homes_agree() -> None:
-    assert sorted(outrider.__all__) == sorted(outrider._HOME_OF)
+@pytest.mark.parametrize("home", outrider._HOMES)
+def test_every_home_has_public_names_that_no_earlier_one_has(home: str) -> None:
+    earlier = [importlib.import_module(f"outrider.{each}") for each in outrider._HOMES[: outrider._HOMES.index(home)]]
+    own = {name for name in outrider.__all__ if not any(hasattr(each, name) for each in earlier)}
+    assert own & vars(importlib.import_module(f"outrider.{home}")).keys()
+
+
+def test_names_of_the_protocol_load_no_grpc() -> None:
+    script = "import sys, outrider; outrider.SamplingParams, outrider.ServerInfo; assert 'grpc' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("module", ["sampling_params", "speculation", "fleet", "cost_curve", "convert", "errors"])
