@@ -217,6 +217,8 @@ def _phi(model: Any) -> ModelSpec:
 def _spec(model: Any, layers: Sequence[Layer], final: Norm, activation: str, **others: Any) -> ModelSpec:
     """Return the spec of a model with these layers; `others` are its fields that families differ in."""
     config, embeddings = model.config.get_text_config(), model.get_input_embeddings()
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedModel(f"activation {activation!r}")
     return ModelSpec(
         layers=tuple(layers),
         final=final,
@@ -224,7 +226,7 @@ def _spec(model: Any, layers: Sequence[Layer], final: Norm, activation: str, **o
         heads=config.num_attention_heads,
         kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
         head_dim=layers[0].out.weight.shape[1] // config.num_attention_heads,
-        activation=_activation(activation),
+        activation=_ACTIVATIONS[activation],
         **{"embed": lambda ids, _: embeddings(ids)} | others,
     )
 
@@ -291,12 +293,6 @@ def _rms(module: Any, from_one: bool) -> Norm:
 def _layer_norm(module: Any) -> Norm:
     bias = None if module.bias is None else module.bias.detach().to(torch.float32, copy=True)
     return Norm("layer", module.weight.detach().to(torch.float32, copy=True), float(module.eps), bias)
-
-
-def _activation(name: str) -> str:
-    if name not in _ACTIVATIONS:
-        raise UnsupportedModel(f"activation {name!r}")
-    return _ACTIVATIONS[name]
 
 
 def _rotations(rotary: Any, config: Any) -> tuple[Callable[[torch.Tensor], Cosines], ...]:
