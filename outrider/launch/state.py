@@ -52,15 +52,11 @@ def state_folder(named: str, port: int) -> Iterator[StateFolder]:
     folder that ends with this run. A named folder that is locked is an error.
     """
     with contextlib.ExitStack() as exits:
-        if named:
-            folder = Path(os.path.expanduser(named))
-            lock = _try_lock(_private(folder))
-            if lock is None:
-                message = f"state_dir {folder} is in use by another `outrider up`"
-                raise StartupError(message, field="state_dir", value=named, limit="a folder of its own")
-        else:
-            folder = home() / "up" / str(port)
-            lock = _try_lock(_private(folder)) if port else None
+        folder = Path(os.path.expanduser(named)) if named else home() / "up" / str(port)
+        lock = _try_lock(_private(folder)) if named or port else None
+        if named and lock is None:
+            message = f"state_dir {folder} is in use by another `outrider up`"
+            raise StartupError(message, field="state_dir", value=named, limit="a folder of its own")
         kept = lock is not None
         if lock is None:
             folder, lock = exits.enter_context(scratch_folder("outrider-state-"))
