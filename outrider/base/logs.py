@@ -41,11 +41,6 @@ class LossyStream(io.TextIOBase):
 
 def set_up_logs(level: str, *, as_json: bool, service: str) -> None:
     number = getattr(logging, level.upper())
-
-    def name_service(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-        event["service"] = service
-        return event
-
     processors: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -57,7 +52,7 @@ def set_up_logs(level: str, *, as_json: bool, service: str) -> None:
     stream = LossyStream(sys.stderr)
     renderer: Processor = _text()
     if as_json:
-        processors.append(name_service)
+        processors.append(lambda _logger, _method, event: {**event, "service": service})
         renderer = structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[repeats.process, *processors, renderer],
