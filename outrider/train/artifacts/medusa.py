@@ -7,7 +7,6 @@ after token i + 1 + k. It does not read the tokens between.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +15,6 @@ from torch import nn
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 
 METHOD = "medusa"
-
-
-@dataclass(frozen=True, slots=True)
-class MedusaShape:
-    """The dimensions of the heads."""
-
-    hidden: int
-    heads: int = 4
 
 
 class MedusaHead(nn.Module):
@@ -43,11 +34,10 @@ class MedusaHead(nn.Module):
 class Medusa(nn.Module):
     """The Medusa module. `ids` are the drafted ids, ascending; column i of its logits is ids[i]."""
 
-    def __init__(self, shape: MedusaShape, ids: torch.Tensor, target_weights: EmbeddingsAndHead) -> None:
+    def __init__(self, heads: int, ids: torch.Tensor, target_weights: EmbeddingsAndHead) -> None:
         super().__init__()
-        self.shape = shape
         self.ids = ids
-        self.heads = nn.ModuleList(MedusaHead(shape.hidden) for _ in range(shape.heads))
+        self.heads = nn.ModuleList(MedusaHead(target_weights.hidden) for _ in range(heads))
         self.embeddings = target_weights.embeddings
         self.target_weights = target_weights
 
@@ -70,6 +60,6 @@ class Medusa(nn.Module):
     def from_weights(
         cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], target_weights: EmbeddingsAndHead
     ) -> Medusa:
-        medusa = cls(MedusaShape(**shape), weights["ids"].long().to(target_weights.head.device), target_weights)
+        medusa = cls(shape["heads"], weights["ids"].long().to(target_weights.head.device), target_weights)
         medusa.heads.load_state_dict({name: weight.float() for name, weight in weights.items() if name != "ids"})
         return medusa

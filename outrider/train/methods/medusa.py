@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import torch
 
-from outrider.train.artifacts.medusa import Medusa, MedusaHead, MedusaShape
+from outrider.train.artifacts.medusa import Medusa, MedusaHead
 from outrider.train.fit import best_linear
 from outrider.train.methods import interface
 from outrider.train.methods.interface import Batch, TrainingInputs
@@ -20,8 +18,8 @@ class MedusaMethod:
     def __init__(self, inputs: TrainingInputs, *, heads: int) -> None:
         self._target_weights = inputs.target_weights
         self._drafted = self._target_weights.cut(inputs.ids)
-        self.module = Medusa(MedusaShape(self._target_weights.hidden, heads), inputs.ids, self._target_weights)
-        self.shape = asdict(self.module.shape)
+        self.module = Medusa(heads, inputs.ids, self._target_weights)
+        self.shape = {"hidden": self._target_weights.hidden, "heads": heads}
         with torch.no_grad():
             for ahead, head in enumerate(self.module.heads, 1):
                 assert isinstance(head, MedusaHead)
