@@ -67,7 +67,6 @@ class Api:
         self._sessions = sessions
         self._settings = settings
         self._keys = keys
-        self._document = document()
 
     def app(self) -> Starlette:
         routes = [
@@ -80,9 +79,9 @@ class Api:
             Route("/v1/models/{model:path}", self.model),
             Route("/fleet", self.fleet),
             Route("/metrics", self.metrics),
-            Route("/health", self.health),
+            Route("/health", JSONResponse(Status(status="ok")), methods=["GET"]),
             Route("/ready", self.ready),
-            Route("/openapi.json", self.openapi),
+            Route("/openapi.json", JSONResponse(document()), methods=["GET"]),
             *pages.routes(),
         ]
         origins = [it for each in self._settings.cors_origins.split(",") if (it := each.strip().rstrip("/").lower())]
@@ -170,16 +169,10 @@ class Api:
         body, media = self._sessions.metrics.render()
         return Response(body, headers={"Content-Type": media})
 
-    async def health(self, request: Request) -> Response:
-        return JSONResponse(Status(status="ok"))
-
     async def ready(self, request: Request) -> Response:
         if not self._sessions.ready:
             return respond(Unavailable("no verifier is ready", retry_after_ms=2000))
         return JSONResponse(Status(status="ready"))
-
-    async def openapi(self, request: Request) -> Response:
-        return JSONResponse(self._document)
 
 
 _STARTED = time.time()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -19,10 +18,10 @@ OPEN_PAGES = frozenset(_PAGES)  # served without a key: they contain no data
 
 
 def routes() -> list[Route]:
-    return [_route(path, name) for path, name in _PAGES.items()]
+    return [Route(path, _page(name), methods=["GET"]) for path, name in _PAGES.items()]
 
 
-def _route(path: str, name: str) -> Route:
+def _page(name: str) -> Response:
     content = files("coordinator.api.http").joinpath("page", name).read_bytes()
     headers = {
         "Content-Security-Policy": _POLICY,
@@ -30,8 +29,4 @@ def _route(path: str, name: str) -> Route:
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-
-    async def page(request: Request) -> Response:
-        return Response(content, media_type=_MEDIA[name.rpartition(".")[2]], headers=headers)
-
-    return Route(path, page)
+    return Response(content, media_type=_MEDIA[name.rpartition(".")[2]], headers=headers)
