@@ -17,26 +17,21 @@ MAX_EPOCH_DIGITS = 15  # larger integers are inexact in Lua
 
 _SHAPES = f"""
 local function is(key, wanted)
-  local found = redis.call('TYPE', key).ok
-  return found == wanted, found == 'none'
+  return redis.call('TYPE', key).ok == wanted
 end
 -- Epoch of a valid session record, or nil.
 local function epoch_of(key)
-  if not is(key, 'hash') then return nil end
-  local text = redis.call('HGET', key, 'epoch')
+  local text = is(key, 'hash') and redis.call('HGET', key, 'epoch')
   if text and #text <= {MAX_EPOCH_DIGITS} and string.find(text, '^%d+$') then return tonumber(text) end
-  return nil
 end
 local function absent(key)
-  local _, none = is(key, '')
-  return none
+  return is(key, 'none')
 end
 local function expire(seconds)
   for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, seconds) end
 end
 local function text_or_none(key)
-  local text, none = is(key, 'string')
-  return text or none
+  return is(key, 'string') or absent(key)
 end
 """
 
