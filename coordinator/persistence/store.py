@@ -87,7 +87,7 @@ class Store:
     async def claim(self, session_id: str, tenant: str = "") -> SessionRecord | None:
         """Take over a session, or read a finished one; None: the tenant has none. Raise Unreadable if it is invalid."""
         async with self.connection.calling():
-            args = self._owner, self._ttl_s, tenant, _call_id()
+            args = self._owner, self._ttl_s, tenant, secrets.token_hex(8)
             reply = await self._claim(keys=_session_keys(session_id), args=args)
         if not reply:
             return None
@@ -105,8 +105,8 @@ class Store:
     async def cancel(self, session_id: str, tenant: str = "") -> bool | None:
         """Cancel a session; return whether it was running, or None if the tenant has no such session."""
         async with self.connection.calling():
-            finish = int(FinishReason.CANCELLED)
-            reply = int(await self._cancel(keys=_session_keys(session_id)[:1], args=[finish, tenant, _call_id()]))
+            args = int(FinishReason.CANCELLED), tenant, secrets.token_hex(8)
+            reply = int(await self._cancel(keys=_session_keys(session_id)[:1], args=args))
         if reply < -1:
             with self.connection.validating("session"):
                 raise Unreadable("session: another shape than a coordinator writes")
@@ -184,10 +184,6 @@ class Store:
 
 def _pair_key(target: str, drafter: str) -> str:
     return f"{_PREFIX}:pair:{target}:{drafter}"
-
-
-def _call_id() -> str:
-    return f"{secrets.token_hex(8)}:"
 
 
 def _session_keys(session_id: str) -> list[str]:
