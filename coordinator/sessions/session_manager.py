@@ -28,6 +28,7 @@ from coordinator.sessions.hidden_states.delivery import ProjectionDelivery
 from coordinator.sessions.resumption import TOKEN_BYTES, append_tail, check_position, finish_ended
 from coordinator.sessions.session import Session, SessionContext
 from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.liveness import watch
 from coordinator.workers.registrations import Registrations
 from coordinator.workers.target import Target
 from coordinator.workers.worker_pool import WorkerPool
@@ -98,11 +99,12 @@ class SessionManager:
     # Lifecycle.
 
     def start(self) -> None:
+        pool = self.worker_pool
         self._tasks = [
             critical_task(self.write_behind.run(), "write-behind"),
             critical_task(self._pairs.run(), "pair history"),
             critical_task(self.registrations.run(), "registrations"),
-            critical_task(self.worker_pool.watch(), "liveness"),
+            critical_task(watch(pool.workers.in_use, pool.has_spare, self._settings.verdict_timeout_s), "liveness"),
             critical_task(self.delivery.run(), "projections"),
         ]
 

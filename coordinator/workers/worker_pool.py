@@ -14,7 +14,6 @@ from coordinator.placement.choice import least_loaded
 from coordinator.workers.compatibility import Compatibility
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.known_workers import KnownWorkers
-from coordinator.workers.liveness import watch
 from coordinator.workers.shunned import ShunnedWorkers
 from coordinator.workers.target import Target
 from coordinator.workers.targets.fit import check_drafter
@@ -40,7 +39,6 @@ class WorkerPool:
         """Start empty; `on_target` is called with each new target, before its first session."""
         self.workers = KnownWorkers(fleet)
         self.shunned = ShunnedWorkers()
-        self._verdict_timeout_s = settings.verdict_timeout_s
         self.targets = KnownTargets(ModelNames.read(settings.served_model_name, settings.default_model, settings.alias))
         self.compatibility = Compatibility(fleet, self.targets, self.verifiers, mixed=settings.mixed_verifiers)
         self._on_target = on_target
@@ -111,11 +109,8 @@ class WorkerPool:
                     await added.wait()
         return connection
 
-    async def watch(self) -> None:
-        """Take sessions from silent workers until cancelled."""
-        await watch(self.workers.in_use, self._has_spare, self._verdict_timeout_s)
-
-    def _has_spare(self, silent: WorkerConnection) -> bool:
+    def has_spare(self, silent: WorkerConnection) -> bool:
+        """Return whether another worker could take a silent one's sessions."""
         role, model = silent.info.role, silent.info.model
         alike = self.verifiers(self.compatibility.identity(model)) if role is Role.VERIFIER else self.workers.of(role)
         others = (each for each in alike if each is not silent and self.usable(each) and not each.is_silent)

@@ -40,7 +40,7 @@ async def test_a_session_does_not_move_to_another_target() -> None:
     await pool.workers.put(WorkerInfo("mended", Role.VERIFIER, "127.0.0.1:3", mended))
     assert VerifierChooser(pool, 0.0, BEFORE.text_id, ends=(2,)).available() is None
     assert VerifierChooser(pool, 0.0, BEFORE.text_id, ends=(2, 7)).available() is not None
-    assert not pool._has_spare(same), "its sessions would wait for one that cannot take them"
+    assert not pool.has_spare(same), "its sessions would wait for one that cannot take them"
     await pool.workers.close()
 
 
