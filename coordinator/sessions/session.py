@@ -27,7 +27,6 @@ from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.streams import VerifierStream
 from coordinator.workers.choosers import NoVerifier, VerifierChooser
 from coordinator.workers.target import Target
-from coordinator.workers.worker_pool import WorkerPool
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import Tracing
 from outrider.protocol.errors import Expired, Fenced, OutriderError, Overloaded, PeerLost, Unavailable
@@ -45,7 +44,6 @@ MAX_FRUITLESS = 5  # verifiers lost in a row without a verdict, or full before t
 class SessionContext:
     """Components that all sessions of a coordinator share."""
 
-    worker_pool: WorkerPool
     write_behind: WriteBehind
     drafting: DraftingContext
     metrics: CoordinatorMetrics
@@ -76,7 +74,7 @@ class Session:
         self._refused = 0  # by full verifiers
         prefix = PromptPrefix(request.prompt, request.cache_salt, request.params.max_tokens + _EXTRA_TOKENS)
         known = (target.identity, prefix, target.info.eos_token_ids)
-        self._verifiers = VerifierChooser(context.worker_pool, context.worker_wait_s, *known)
+        self._verifiers = VerifierChooser(context.drafting.worker_pool, context.worker_wait_s, *known)
         self.drafting = Drafting(record, target.info, context.drafting, self.stats)
         self.output.append(record.tokens, record.kinds, record.logprobs)
         if record.finished:

@@ -79,7 +79,6 @@ class SessionManager:
         self._tracing = make_tracing(settings.otlp_endpoint, "coordinator")
         self._quotas = Quotas(settings, several=several)
         self._context = SessionContext(
-            self.worker_pool,
             self.write_behind,
             self.drafting,
             self.metrics,
