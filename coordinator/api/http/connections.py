@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections import OrderedDict
 from typing import Any
 
 import structlog
@@ -26,8 +25,8 @@ class Connections:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._open: set[Connection] = set()
-        self._idle_unknown: OrderedDict[Connection, None] = OrderedDict()
-        self._idle_known: OrderedDict[Connection, None] = OrderedDict()
+        self._idle_unknown: dict[Connection, None] = {}  # in their order
+        self._idle_known: dict[Connection, None] = {}
 
     def enter(self, connection: Connection) -> bool:
         if connection not in self._open and len(self._open) >= self._limit and not self._close_idle():
