@@ -66,13 +66,10 @@ class HttpServer:
         self._accepting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._serving = asyncio.create_task(self._server.serve([]), name="http")
-        if not await until(lambda: self._server.started or self._ended(), _START_S) or self._ended():
+        self._serving = serving = asyncio.create_task(self._server.serve([]), name="http")
+        if not await until(lambda: self._server.started or serving.done(), _START_S) or serving.done():
             raise StartupError(f"HTTP on {self.address} did not start in {_START_S:g} s")
         self._accepting = critical_task(self._accept(), "HTTP connections")
-
-    def _ended(self) -> bool:
-        return self._serving is None or self._serving.done()
 
     async def _accept(self) -> None:
         """Accept connections one by one: without descriptors each would be logged."""
