@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from coordinator.control.gamma import FixedChoices
-from outrider.protocol.checks import check_tokens
+from outrider.protocol.checks import check_number, check_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fieldwise import KEY, from_plain, to_plain
 from outrider.protocol.sampling_params import SamplingParams
@@ -43,8 +43,7 @@ class SpeculationOptions(FixedChoices):
         ):
             if value is not None:
                 _check_whole(f"speculation.{name}", value)
-                if not low <= value <= high:
-                    raise InvalidRequest.of(f"speculation.{name}", value, f"in [{low}, {high}]")
+                check_number(f"speculation.{name}", value, low, high)
         _check_type("speculation.drafter", str, self.drafter)
         _check_type("speculation.ahead", bool | None, self.ahead)
 
