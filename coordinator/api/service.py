@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
-from importlib.metadata import version
 
 import grpc
 import structlog
@@ -146,13 +145,7 @@ class CoordinatorService(rpc.OutriderServicer):
         return convert.model_to_proto((await self.sessions.targets.find(request.model)).info)
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Call) -> pb.ServerInfo:
-        return pb.ServerInfo(
-            version=version("outrider"),
-            coordinator_id=self.sessions.coordinator_id,
-            sessions=len(self.sessions.live),
-            durable=await self.sessions.store.connection.answers(),
-            workers=[convert.worker_to_proto(worker) for worker in self.sessions.worker_pool.infos()],
-        )
+        return convert.server_info_to_proto(await self.sessions.info())
 
     async def _stream(self, session: Session, start: int, context: Call, call: dict[str, str]) -> Replies:
         record = session.record

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from importlib.metadata import version
 from weakref import WeakValueDictionary
 
 import structlog
@@ -36,6 +37,7 @@ from outrider.base.aio import beside, cancel_all, critical_task
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import make_tracing
 from outrider.protocol.errors import Conflict, Expired, NotFound, Unavailable
+from outrider.protocol.statistics import ServerInfo
 from outrider.security.tenants import tenant
 from outrider.settings.coordinator import CoordinatorSettings
 
@@ -134,6 +136,10 @@ class SessionManager:
     def ready(self) -> bool:
         """Return whether a request could be answered."""
         return self.worker_pool.ready and not self._draining
+
+    async def info(self) -> ServerInfo:
+        durable, workers = await self.store.connection.answers(), tuple(self.worker_pool.infos())
+        return ServerInfo(version("outrider"), self.coordinator_id, len(self._sessions), durable, workers)
 
     # Requests.
 

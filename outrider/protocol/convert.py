@@ -89,10 +89,10 @@ logprobs_to_proto, logprobs_from_proto = _pair(TokenLogprobs, verifier.TokenLogp
 hidden_states_to_proto, hidden_states_from_proto = _pair(HiddenStates, common.HiddenStates)
 model_to_proto, model_from_proto = _pair(ModelInfo, common.ModelInfo)
 stats_to_proto, stats_from_proto = _pair(GenerationStats, coordinator.Stats)
+server_info_to_proto, server_info_from_proto = _pair(ServerInfo, coordinator.ServerInfo)
 load_to_proto = _pair(WorkerLoad, common.WorkerLoad)[0]
 worker_to_proto = _pair(WorkerInfo, coordinator.Worker)[0]
 state_spec_to_proto = _pair(StateSpec, common.StateSpec)[0]  # the way back checks them
-server_info_from_proto = _pair(ServerInfo, coordinator.ServerInfo)[1]
 
 
 def distribution_to_proto(distribution: Distribution) -> common.Distribution:

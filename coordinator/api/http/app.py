@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from typing import Any, cast
 
 from starlette.applications import Starlette
@@ -155,15 +154,9 @@ class Api:
 
     async def fleet(self, request: Request) -> Response:
         """Return information on the coordinator and its workers."""
-        workers: list[Any] = [asdict(it) | {"role": it.role.name.lower()} for it in self._sessions.worker_pool.infos()]
-        fleet: Fleet = {
-            "version": version("outrider"),
-            "coordinator_id": self._sessions.coordinator_id,
-            "sessions": len(self._sessions.live),
-            "durable": await self._sessions.store.connection.answers(),
-            "workers": workers,
-        }
-        return JSONResponse(fleet)
+        info = await self._sessions.info()
+        workers: list[Any] = [asdict(it) | {"role": it.role.name.lower()} for it in info.workers]
+        return JSONResponse(cast(Fleet, asdict(info) | {"workers": workers}))
 
     async def metrics(self, request: Request) -> Response:
         body, media = self._sessions.metrics.render()
