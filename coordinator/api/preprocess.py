@@ -28,14 +28,15 @@ log = structlog.get_logger(__name__)
 _FOR_GRAMMARS = ThreadPoolExecutor(4, "grammars")  # so that other requests do not wait for a slow one
 
 
+Input = str | Chat | Sequence[int] | None  # a prompt, a chat or tokens
+
+
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """One request as an edge received it. Exactly one of `prompt`, `chat` and `tokens` is given."""
+    """One request as an edge received it."""
 
     params: SamplingParams
-    prompt: str | None = None
-    chat: Chat | None = None
-    tokens: Sequence[int] | None = None
+    input: Input
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     cache_salt: str = ""
     max_tokens_given: bool = True
@@ -67,7 +68,7 @@ def resolve(request: ClientRequest, target: Target, settings: CoordinatorSetting
     params = request.params
     params.check(target.info.vocab_size)
     request.speculation.check()
-    prompt = prompt_tokens(request, target, settings.max_prompt_kib * 1024)
+    prompt = prompt_tokens(request.input, target, settings.max_prompt_kib * 1024)
     limits, given = limits_of(settings, target), request.max_tokens_given
     params = limits.fitted(params, len(prompt), target, given=given, default=request.default_tokens)
     drawn_seed = params.seed is None
@@ -77,27 +78,27 @@ def resolve(request: ClientRequest, target: Target, settings: CoordinatorSetting
     return SessionRequest(prompt, params, request.speculation, request.cache_salt, drawn_seed)
 
 
-def prompt_tokens(request: ClientRequest, target: Target, limit: int) -> tuple[int, ...]:
+def prompt_tokens(given: Input, target: Target, limit: int) -> tuple[int, ...]:
     """Return the input as tokens. Raises InvalidRequest for more than `limit` bytes."""
-    if request.prompt is not None:
-        kind = "prompt"
-        check_count("prompt", len(request.prompt.encode()), limit, "bytes")
-        if not request.prompt:
-            raise InvalidRequest.of("prompt", "empty", "some text")
-        tokens = target.encode(request.prompt)
-    elif request.chat is not None:
-        kind = "chat.messages"
-        if not request.chat.messages:
-            raise InvalidRequest.of("chat.messages", "0 messages", f"1 to {MOST['messages']} messages")
-        check_count("chat.messages", sum(len(text.encode()) for text in request.chat.texts()), limit, "bytes")
-        tokens = target.encode_chat(request.chat, limit)
-    elif request.tokens is not None:
-        kind = "tokens"
-        check_count("tokens.ids", len(request.tokens), limit, "ids")
-        tokens = tuple(request.tokens)
-        check_tokens("tokens.ids", tokens, target.info.vocab_size)
-    else:
+    if given is None:
         raise InvalidRequest.of("input", "absent", "one of prompt, chat, tokens")
+    if isinstance(given, str):
+        kind = "prompt"
+        check_count("prompt", len(given.encode()), limit, "bytes")
+        if not given:
+            raise InvalidRequest.of("prompt", "empty", "some text")
+        tokens = target.encode(given)
+    elif isinstance(given, Chat):
+        kind = "chat.messages"
+        if not given.messages:
+            raise InvalidRequest.of("chat.messages", "0 messages", f"1 to {MOST['messages']} messages")
+        check_count("chat.messages", sum(len(text.encode()) for text in given.texts()), limit, "bytes")
+        tokens = target.encode_chat(given, limit)
+    else:
+        kind = "tokens"
+        check_count("tokens.ids", len(given), limit, "ids")
+        tokens = tuple(given)
+        check_tokens("tokens.ids", tokens, target.info.vocab_size)
     if not tokens:
         raise InvalidRequest.of(kind, "no tokens", "at least one token")
     return tokens

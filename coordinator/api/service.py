@@ -15,7 +15,7 @@ from coordinator.admission.waiting.urgency import set_urgency, urgency
 from coordinator.api.gauges import connect_gauges
 from coordinator.api.http.app import Api
 from coordinator.api.http.server import HttpServer
-from coordinator.api.preprocess import ClientRequest, admission, one_system, prepare
+from coordinator.api.preprocess import ClientRequest, Input, admission, one_system, prepare
 from coordinator.api.registry_service import RegistryService
 from coordinator.api.whole_messages import WholeMessages
 from coordinator.attachment.service import AttachmentService
@@ -168,13 +168,13 @@ class CoordinatorService(rpc.OutriderServicer):
 
 
 def from_proto(request: pb.GenerateRequest, target: Target) -> ClientRequest:
-    kind, given = request.WhichOneof("input"), request.chat.messages
+    given = request.chat.messages
     messages = [{"role": it.role.replace("developer", "system"), "content": it.content} for it in given]
+    chat = Chat(one_system(messages, target))
+    inputs: dict[str, Input] = {"prompt": request.prompt, "chat": chat, "tokens": request.tokens.ids}
     return ClientRequest(
         params=convert.params_from_proto(request.params),
-        prompt=request.prompt if kind == "prompt" else None,
-        chat=Chat(one_system(messages, target)) if kind == "chat" else None,
-        tokens=request.tokens.ids if kind == "tokens" else None,
+        input=inputs.get(request.WhichOneof("input") or ""),
         speculation=from_plain(SpeculationOptions, convert.present_fields(request.speculation)),
         cache_salt=request.cache_salt,
         max_tokens_given=request.params.HasField("max_tokens"),

@@ -14,7 +14,7 @@ from typing import Any
 from coordinator.admission.waiting.urgency import urgency
 from coordinator.api.http.bodies import DEFAULT_TOKENS, ChatOptions, CompletionBody, GenerationBody
 from coordinator.api.http.failures import FIELD_NAMES
-from coordinator.api.preprocess import ClientRequest, admission, prepare
+from coordinator.api.preprocess import ClientRequest, Input, admission, prepare
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
 from coordinator.sessions.output import Token, follow
 from coordinator.sessions.session import Session
@@ -85,7 +85,7 @@ async def requests_of(
 
 
 def input_of(
-    body: ChatOptions | CompletionBody, target: Target, settings: CoordinatorSettings, **given: Any
+    body: ChatOptions | CompletionBody, given: Input, target: Target, settings: CoordinatorSettings
 ) -> ClientRequest:
     """Return the input; what the body leaves out takes its defaults. JSON's readers keep 53 bits of a seed."""
     wishes, grammar = _given(body.speculation or ()), _grammar(body)
@@ -108,11 +108,11 @@ def input_of(
     default_tokens = DEFAULT_TOKENS if isinstance(body, CompletionBody) else settings.default_chat_tokens
     return ClientRequest(
         params=from_plain(SamplingParams, params),
+        input=given,
         speculation=from_plain(SpeculationOptions, wishes),
         cache_salt=body.cache_salt or "",
         max_tokens_given=body.limit is not None,
         default_tokens=None if least else default_tokens,
-        **given,
     )
 
 

@@ -129,8 +129,7 @@ def plan_completion(
     body: CompletionBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], Replies[CompletionBody]]:
     """Return one input per prompt, each with its own seed if the body has none, and the formatter of replies."""
-    named = (("prompt" if isinstance(it, str) else "tokens", it) for it in body.prompts)
-    inputs = [input_of(body, target, settings, **{name: it}) for name, it in named]
+    inputs = [input_of(body, it, target, settings) for it in body.prompts]
     return inputs, CompletionReplies(body, target)
 
 

@@ -41,7 +41,7 @@ def chat_input(
     FIELD_NAMES.get({}).update({**names, "params.grammar": given})
     manner, required = manner_of(target, settings.tool_parser), body.calls_required
     tools = (body.tools or ()) if required is not None else ()
-    request = input_of(body, target, settings, chat=(chat := chat_of(body, tools, manner, target)))
+    request = input_of(body, chat := chat_of(body, tools, manner, target), target, settings)
     grammar = request.params.grammar
     form = body.response_format and body.response_format.json_schema
     if form and form.schema_ is not None and not form.strict:

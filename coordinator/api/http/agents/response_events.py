@@ -130,7 +130,7 @@ def plan_response(
 
     def fits(chat: ChatBody) -> bool:
         with contextlib.suppress(InvalidRequest):  # beyond the limit, or in an order that the template refuses
-            tokens = prompt_tokens(chat_input(chat, target, settings, _FIELDS)[0], target, limit)
+            tokens = prompt_tokens(chat_input(chat, target, settings, _FIELDS)[0].input, target, limit)
             return len(tokens) + min(chat.limit or settings.default_chat_tokens, context // 4) <= context
         return False
 

@@ -13,12 +13,11 @@ from coordinator.admission.model_limits import limits_of
 from coordinator.api.http.agents.bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from coordinator.api.http.agents.dialects import chat_of, manner_of
 from coordinator.api.http.bodies import read_body
-from coordinator.api.preprocess import ClientRequest, admission, prompt_tokens
+from coordinator.api.preprocess import admission, prompt_tokens
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.target import Target
 from outrider.base.aio import beside
 from outrider.protocol.checks import check_count, check_tokens
-from outrider.protocol.sampling_params import SamplingParams
 from outrider.settings.coordinator import CoordinatorSettings
 
 
@@ -62,7 +61,7 @@ class TokensApi:
     def _tokenized(self, body: TokenizeChatBody | TokenizeTextBody, target: Target) -> Response:
         if isinstance(body, TokenizeChatBody):
             chat = chat_of(body, body.tools or (), manner_of(target, self._settings.tool_parser), target)
-            tokens = list(prompt_tokens(ClientRequest(SamplingParams(), chat=chat), target, self._limit))
+            tokens = list(prompt_tokens(chat, target, self._limit))
         else:
             check_count("prompt", len(body.prompt.encode()), self._limit, "bytes")
             tokens = list(target.encode(body.prompt, special=body.add_special_tokens))

@@ -54,7 +54,7 @@ class MessagesApi:
 
     def _counted(self, chat: ChatBody, target: Target) -> Response:
         [request], _ = plan_message(chat, target, self._settings)
-        tokens = prompt_tokens(request, target, self._settings.max_prompt_kib * 1024)
+        tokens = prompt_tokens(request.input, target, self._settings.max_prompt_kib * 1024)
         return JSONResponse(TokenCount(input_tokens=len(tokens)))
 
 

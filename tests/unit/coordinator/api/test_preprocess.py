@@ -154,7 +154,7 @@ def test_a_completion_follows_its_whole_format_or_is_refused(strict: bool | None
         wanted = {"response_format": {"type": "json_schema", "json_schema": form}}
         asked = {"prompt": "a"} if kind is CompletionBody else {"messages": [{"role": "user", "content": "a"}]}
         [request], _ = plan(kind.model_validate(asked | wanted), target, CoordinatorSettings())
-        return resolve(replace(request, prompt="a", chat=None), target, CoordinatorSettings())
+        return resolve(replace(request, input="a"), target, CoordinatorSettings())
 
     assert ready(CompletionBody, plan_completion, maxItems=2)
     with pytest.raises(InvalidRequest, match="uniqueItems"):
@@ -173,10 +173,11 @@ def test_a_chat_has_the_same_messages_over_both_protocols(strict: bool) -> None:
     target = Target(ModelInfo("toy", "f"), tokenizer, nothing, nothing)
     roles = ["system", "developer", "user", "assistant", "system", "user"]
     said = [{"role": role, "content": f"{number}."} for number, role in enumerate(roles)]
-    told = from_proto(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(**it) for it in said])), target).chat
+    told = from_proto(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(**it) for it in said])), target).input
     [asked], _ = plan_chat(ChatBody.model_validate({"messages": said}), target, CoordinatorSettings())
-    assert told is not None is not asked.chat
-    assert told.messages == asked.chat.messages
+    assert isinstance(told, Chat)
+    assert isinstance(asked.input, Chat)
+    assert told.messages == asked.input.messages
     assert [it["content"] for it in told.messages] == (
         ["0.\n\n1.\n\n4.", "2.", "3.", "5."] if strict else ["0.\n\n1.", "2.", "3.", "4.", "5."]
     )

@@ -11,12 +11,11 @@ import pytest
 from tokenizers import AddedToken
 
 from coordinator.api.http.failures import body_of
-from coordinator.api.preprocess import ClientRequest, prompt_tokens
+from coordinator.api.preprocess import prompt_tokens
 from coordinator.workers.chat_template import Chat, control_tokens
 from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.sampling_params import SamplingParams
 from outrider.testing.toy_models import EOS, byte_tokenizer
 
 INFO = ModelInfo("m", "f", context_length=2048)
@@ -131,8 +130,8 @@ def test_what_the_template_makes_of_numbers_counts_as_prompt(monkeypatch: pytest
     for _ in range(100):
         value = [value]
 
-    def asked(tools: list[dict[str, Any]]) -> ClientRequest:
-        return ClientRequest(SamplingParams(), chat=Chat([{"role": "user", "content": "hi"}], tools))
+    def asked(tools: list[dict[str, Any]]) -> Chat:
+        return Chat([{"role": "user", "content": "hi"}], tools)
 
     assert prompt_tokens(asked([{"a": [0] * 10}]), target, 1024)
     monkeypatch.setattr(type(tokenizer), "_encode_plus", nothing)  # it is not tokenised
@@ -171,7 +170,7 @@ def test_a_chat_without_a_prompt_is_a_fault_of_its_messages(template: str) -> No
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     nothing: Any = None
-    asked = ClientRequest(SamplingParams(), chat=Chat([{"role": "user", "content": "Hi"}]))
+    asked = Chat([{"role": "user", "content": "Hi"}])
     with pytest.raises(InvalidRequest) as refused:
         prompt_tokens(asked, Target(INFO, tokenizer, nothing, nothing), 1000)
     assert body_of(refused.value)["error"]["param"] == "messages"

@@ -20,6 +20,7 @@ from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.output import SessionOutput
 from coordinator.sessions.session import Session
+from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.errors import InvalidRequest
@@ -261,8 +262,8 @@ def test_an_answer_has_no_more_calls_than_its_template_takes_back(template: str)
         talk = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [called] * count}]
         again, _ = chat_input(chat(messages=talk, tools=TOOLS), target, settings)
         with nullcontext() if allowed == len(text) else pytest.raises(InvalidRequest, match="single tool-calls"):
-            assert again.chat is not None
-            assert target.encode_chat(again.chat)
+            assert isinstance(again.input, Chat)
+            assert target.encode_chat(again.input)
         assert allowed == len(text) or (template, count) == (ONE_CALL, 2)
 
 
@@ -279,16 +280,16 @@ def test_tools_are_told_in_the_first_message_where_none_of_the_system_may_be() -
     target.tokenizer.chat_template = GEMMA
     request, _ = chat_input(chat(tools=TOOLS), target, settings)
     dialect = dialect_of(target, settings)
-    assert request.chat is not None
-    prompt = target.decode(target.encode_chat(request.chat))
+    assert isinstance(request.input, Chat)
+    prompt = target.decode(target.encode_chat(request.input))
     assert prompt.startswith("<user>Hi.\n\nYou can call these functions.")
     two = dialect.between.join([dialect.write("f", {})] * 2)
     assert target.grammars.compile(request.params).count_allowed(list(target.encode(two))) < len(two)
     call = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
     answered = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "1"}]
     again, _ = chat_input(chat(messages=[{"role": "user", "content": "Hi."}, *answered], tools=TOOLS), target, settings)
-    assert again.chat is not None
-    assert target.decode(target.encode_chat(again.chat)).endswith("<user>Result of f:\n1\n")
+    assert isinstance(again.input, Chat)
+    assert target.decode(target.encode_chat(again.input)).endswith("<user>Result of f:\n1\n")
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -340,7 +341,7 @@ def test_calls_are_possible_to_allowed_tools_only(mode: str, form: str) -> None:
     request, _ = chat_input(chat(tools=tools, tool_choice=choice), target, settings)
     dialect = dialect_of(target, settings)
     plain, _ = chat_input(chat(tools=tools), target, settings)
-    assert request.chat == plain.chat
+    assert request.input == plain.input
     grammar = target.grammars.compile(request.params)
     possible = {}
     for name in "fgh":
