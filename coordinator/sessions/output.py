@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -71,7 +71,11 @@ async def follow(
     There are no tokens at its end. The index is -1 while first ones are waited for, after each silence.
     """
     at = dict.fromkeys(range(len(outputs)), start)  # of outputs that have not ended
-    with _changes(outputs) as changed:
+    changed = asyncio.Event()
+    with contextlib.ExitStack() as followed:
+        for output in outputs:
+            output.changed.append(changed)
+            followed.callback(output.changed.remove, changed)
         while True:
             changed.clear()
             for index, position in list(at.items()):
@@ -92,19 +96,6 @@ async def follow(
                 await changed.wait()
             elif not await _first(changed, silence_s):
                 yield -1, start, []
-
-
-@contextlib.contextmanager
-def _changes(outputs: Sequence[SessionOutput]) -> Iterator[asyncio.Event]:
-    """Return what is set whenever one of the outputs changes."""
-    changed = asyncio.Event()
-    for output in outputs:
-        output.changed.append(changed)
-    try:
-        yield changed
-    finally:
-        for output in outputs:
-            output.changed.remove(changed)
 
 
 async def _first(changed: asyncio.Event, silence_s: float | None) -> bool:
