@@ -103,10 +103,8 @@ def _models(part: Any) -> set[type[Any]]:
 
 
 def _generates(summary: str, body: type[Any], example: Json, reply: type[Any], chunk: type[Any]) -> Json:
-    parts = [
-        {"type": "string", "contentMediaType": "application/json", "contentSchema": kind}
-        for kind in (chunk, responses.Error)
-    ]
+    part: Json = {"type": "string", "contentMediaType": "application/json"}
+    parts = [part | {"contentSchema": kind} for kind in (chunk, responses.Error)]
     data = {"anyOf": [*parts, {"const": "[DONE]"}]}
     event = {"type": "object", "required": ["data"], "properties": {"data": data}}
     content = _json(reply) | {"text/event-stream": {"schema": event}}

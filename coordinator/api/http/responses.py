@@ -177,16 +177,15 @@ class _Head(TypedDict):
     created: int
     model: str
     system_fingerprint: Annotated[str, Field(description="Equal ones, prompts, parameters and seeds give equal texts")]
+    metrics: NotRequired[AnswerMetrics]
 
 
 class _Answer(_Head):
     usage: Usage
-    metrics: NotRequired[AnswerMetrics]
 
 
 class _Chunk(_Head):
     usage: NotRequired[Usage | None]
-    metrics: NotRequired[AnswerMetrics]
 
 
 class ChatCompletion(_Answer):
