@@ -76,7 +76,7 @@ async def follow(
         for output in outputs:
             output.changed.append(changed)
             followed.callback(output.changed.remove, changed)
-        while True:
+        while at:
             changed.clear()
             for index, position in list(at.items()):
                 output = outputs[index]
@@ -90,11 +90,9 @@ async def follow(
                 elif output.ended:
                     del at[index]
                     yield index, position, []
-            if not at:
-                return
-            if all(outputs[index].tokens for index in at):
+            if at and all(outputs[index].tokens for index in at):
                 await changed.wait()
-            elif not await _first(changed, silence_s):
+            elif at and not await _first(changed, silence_s):
                 yield -1, start, []
 
 
