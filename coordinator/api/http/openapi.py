@@ -71,7 +71,9 @@ def document() -> Json:
         "/docs": {"get": _OPEN | _gets("This document as a page", {"text/html": {}})},
     }
     common = {str(status): _error(status) for status in _STATUSES}
-    adapters: list[Any] = [(model, "validation", TypeAdapter(model)) for model in _models([paths, common])]
+    models = set[type[Any]]()
+    json.dumps([paths, common], default=models.add)  # which gets all that is no JSON
+    adapters: list[Any] = [(model, "validation", TypeAdapter(model)) for model in models]
     _, schemas = TypeAdapter.json_schemas(adapters, ref_template=REFS)
     made = {
         "openapi": "3.1.0",
@@ -92,14 +94,6 @@ def document() -> Json:
     }
     referring = json.dumps(made, default=lambda model: {"$ref": REFS.format(model=model.__name__)})
     return cast(Json, json.loads(referring))
-
-
-def _models(part: Any) -> set[type[Any]]:
-    """Return the models in a part of the document."""
-    if isinstance(part, type):
-        return {part}
-    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    return set().union(*map(_models, inner))
 
 
 def _generates(summary: str, body: type[Any], example: Json, reply: type[Any], chunk: type[Any]) -> Json:
