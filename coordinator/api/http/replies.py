@@ -96,7 +96,14 @@ class Replies(ABC, Generic[BodyT]):
         if told and begins and isinstance(self._body, CompletionBody):
             told["prompt_token_ids"] = [*session.record.request.prompt]
         if chunk and self._body.speculation and self._body.speculation.show:
-            told["speculation"] = speculation_of(session, tokens)
+            plan = session.drafting.control.plan
+            told["speculation"] = {
+                "kinds": [token.kind.name.lower() for token in tokens],
+                "characters": [len(token.text) for token in tokens],
+                "token_ids": [token.token for token in tokens],
+                "plan": plan.label,
+                "gamma": plan.gamma,
+            }
         return told
 
     def _scored(self, number: int) -> responses.TokenDetails:
@@ -212,17 +219,6 @@ def call_id(session: Session, index: int) -> str:
 
 def text_of(tokens: Sequence[Token]) -> str:
     return "".join(token.text for token in tokens)
-
-
-def speculation_of(session: Session, tokens: Sequence[Token]) -> responses.ChunkSpeculation:
-    plan = session.drafting.control.plan
-    return {
-        "kinds": [token.kind.name.lower() for token in tokens],
-        "characters": [len(token.text) for token in tokens],
-        "token_ids": [token.token for token in tokens],
-        "plan": plan.label,
-        "gamma": plan.gamma,
-    }
 
 
 def usage(sessions: Sequence[Session], per_prompt: int) -> responses.Usage:
