@@ -26,9 +26,7 @@ class RegistryService(rpc.RegistryServicer):
     """Service that workers report to."""
 
     def __init__(self, sessions: SessionManager, settings: CoordinatorSettings, fleet: FleetKeys) -> None:
-        self._registrations = sessions.registrations
-        self._worker_pool = sessions.worker_pool
-        self._delivery = sessions.delivery
+        self._sessions = sessions
         self._settings = settings
         self._fleet = fleet
         self._stopping = asyncio.Event()
@@ -42,13 +40,13 @@ class RegistryService(rpc.RegistryServicer):
         info = _worker(await first_message(requests, self._settings.open_timeout_s, "worker"))
         self._fleet.check(info.role, dict(context.invocation_metadata() or ()).get(HEADER))
         told = info.model
-        if others := self._worker_pool.compatibility.other_vocabularies(info):
+        if others := self._sessions.worker_pool.compatibility.other_vocabularies(info):
             yield pb.RegisterReply(send_vocabulary=True)
             continued = await _continued(others, requests)  # the drafter may lack tokens that were added for chats
             info = replace(info, model=replace(told, vocabulary_digest=continued.digest))
         self._refuse_when_stopping()
-        self._delivery.check(info)
-        connection = await self._registrations.admit(info)
+        self._sessions.delivery.check(info)
+        connection = await self._sessions.registrations.admit(info)
         try:
             yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
             async with background(self._receive_reports(requests, connection, told), self._stopping.wait()) as tasks:
@@ -60,19 +58,19 @@ class RegistryService(rpc.RegistryServicer):
             connection.registrations -= 1
             # A worker that has registered again over a new stream stays when the old one ends. At shutdown its record
             # stays in Redis: other coordinators continue with the worker while it registers with them.
-            present = connection in self._worker_pool.connections()
+            present = connection in self._sessions.worker_pool.connections()
             if present and not connection.registrations and not self._stopping.is_set():
                 # Shielded from cancellation: a worker that stays in Redis would be added again.
-                await asyncio.shield(self._registrations.remove(info.worker_id))
+                await asyncio.shield(self._sessions.registrations.remove(info.worker_id))
 
     async def _receive_reports(self, requests: _Requests, connection: WorkerConnection, told: ModelInfo) -> None:
         async for request in requests:
-            self._delivery.check(connection.info)
-            if connection.info.model != told and self._worker_pool.compatibility.has_vocabulary(told):
+            self._sessions.delivery.check(connection.info)
+            if connection.info.model != told and self._sessions.worker_pool.compatibility.has_vocabulary(told):
                 raise Unavailable("a target with this drafter's own vocabulary has come; register again")
             if (report := _worker(request)).model == told:
                 report = replace(report, model=connection.info.model)
-            await self._registrations.update(report, connection)
+            await self._sessions.registrations.update(report, connection)
             await asyncio.sleep(0.05)  # so that a flood of reports holds up its sender only
 
     def _refuse_when_stopping(self) -> None:

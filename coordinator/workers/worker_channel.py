@@ -36,10 +36,9 @@ class WorkerChannel:
 
     async def close_unused(self) -> None:
         """Close the old channels whose streams have all ended."""
-        for entry in self._old[:]:
-            channel, carried = entry
+        for channel, carried in self._old[:]:
             if carried.isdisjoint(self._streams):
-                self._old.remove(entry)
+                self._old.remove((channel, carried))
                 await channel.close()
 
     async def close(self) -> None:
