@@ -95,8 +95,7 @@ async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
     FIELD_NAMES.set({})  # a pipelined request begins within the context of the one before
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
-        message = f"Content-Type is {shorten(media) or 'absent'}, must be application/json"
-        raise HTTPException(415, message)
+        raise HTTPException(415, f"Content-Type is {shorten(media) or 'absent'}, must be application/json")
     if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
         raise HTTPException(415, f"Content-Encoding is {shorten(coding)}, must be absent")
     data = b"".join([part async for part in request.stream()])  # `body()` would keep it as long as the answer takes
