@@ -66,12 +66,8 @@ class SessionManager:
         self.store = Store(redis_url, self.coordinator_id, ttl_s, fleet.verifiers, skips)
         self.write_behind = WriteBehind(self.store, lambda it: it in self._sessions or it in self.ended.recent)
         self._pairs = PairHistoryStore(self.store)
-        self.worker_pool = WorkerPool(
-            fleet,
-            settings,
-            # Create its counters before the first request: benchmarks read them before they start.
-            on_target=lambda target: self.metrics.of(target.name),
-        )
+        # Its counters exist before the first request: benchmarks read them before they start.
+        self.worker_pool = WorkerPool(fleet, settings, on_target=self.metrics.of)
         self.targets = self.worker_pool.targets
         self.registrations = Registrations(self.worker_pool, self.store, settings.heartbeat_ms)
         self.delivery = ProjectionDelivery(self.worker_pool.workers)

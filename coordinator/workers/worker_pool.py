@@ -34,9 +34,9 @@ class WorkerPool:
     """Choice among the workers that `registrations` adds."""
 
     def __init__(
-        self, fleet: FleetKeys, settings: CoordinatorSettings, on_target: Callable[[ModelInfo], object] = lambda _: None
+        self, fleet: FleetKeys, settings: CoordinatorSettings, on_target: Callable[[str], object] = lambda _: None
     ) -> None:
-        """Start empty; `on_target` is called with each new target, before its first session."""
+        """Start empty; `on_target` is called with each new target's name, before its first session."""
         self.workers = KnownWorkers(fleet)
         self.shunned = ShunnedWorkers()
         self.targets = KnownTargets(ModelNames.read(settings.served_model_name, settings.default_model, settings.alias))
@@ -77,7 +77,7 @@ class WorkerPool:
     async def add(self, target: Target) -> None:
         """Add a new target and remove the drafters that do not fit it."""
         self.targets.add(target, self.verifiers)
-        self._on_target(target.info)
+        self._on_target(target.info.name)
         log.info("target set", model=target.info.name, fingerprint=target.info.fingerprint)
         for connection in self.workers.of(Role.DRAFTER):
             try:
