@@ -51,11 +51,7 @@ class SessionManager:
     """Sessions of this coordinator, with the components that they share."""
 
     def __init__(
-        self,
-        settings: CoordinatorSettings,
-        redis_url: str,
-        fleet: FleetKeys,
-        several: Callable[[], bool] = lambda: False,
+        self, settings: CoordinatorSettings, redis_url: str, fleet: FleetKeys, several: Callable[[], bool]
     ) -> None:
         """Connect the components; `several` returns whether there is more than one tenant."""
         self.coordinator_id = f"coordinator-{secrets.token_hex(4)}"

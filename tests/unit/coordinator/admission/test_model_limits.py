@@ -50,7 +50,7 @@ def test_what_is_no_limit_is_refused_at_the_start(text: str) -> None:
     assert caught.value.field == "model_limits"
     nothing: Any = None
     with pytest.raises(StartupError, match="model_limits"):
-        SessionManager(CoordinatorSettings(model_limits=text), "redis://127.0.0.1:1", nothing)
+        SessionManager(CoordinatorSettings(model_limits=text), "redis://127.0.0.1:1", nothing, nothing)
 
 
 def refusal(limits: ModelLimits, *sessions: tuple[str, bool], tenant: str = ALICE) -> Overloaded | None:

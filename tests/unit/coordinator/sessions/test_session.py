@@ -100,7 +100,9 @@ def drained_after_a_token(verifier: WorkerConnection) -> Iterator[Act]:
 @pytest.fixture
 async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
     """With two verifiers that need no rest."""
-    stage = Stage(SessionManager(CoordinatorSettings(worker_wait_s=1), "redis://127.0.0.1:1", FleetKeys()))
+    stage = Stage(
+        SessionManager(CoordinatorSettings(worker_wait_s=1), "redis://127.0.0.1:1", FleetKeys(), lambda: False)
+    )
     taken = Seats.taken
 
     @asynccontextmanager

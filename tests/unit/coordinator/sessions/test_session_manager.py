@@ -86,7 +86,7 @@ class Requests:
 async def requests(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Requests]:
     monkeypatch.setattr(Session, "start", lambda session: None)
     monkeypatch.setattr(session_manager, "_FIND_WAIT_S", 0.001)
-    manager = SessionManager(CoordinatorSettings(), "redis://127.0.0.1:1", FleetKeys())
+    manager = SessionManager(CoordinatorSettings(), "redis://127.0.0.1:1", FleetKeys(), lambda: False)
     manager.targets.add(TARGET, lambda identity: ())
     yield Requests(manager)
     await manager.stop()
