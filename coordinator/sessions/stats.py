@@ -137,8 +137,7 @@ class RequestStats:
     def finish(self, record: SessionRecord, error: OutriderError | None) -> None:
         """Record the end of the request in metrics, trace and log."""
         seconds = time.monotonic() - self._started
-        accepted = _total(self._accepted)
-        acceptance_length = _ratio(self._sums["committed_with_drafts"], self._proposed.total())
+        stats = self.values()
         ended = record.finish_reason.name.lower() if record.finished else ABANDONED
         reason = ended if error is None else error.code
         self._metrics.all.hidden_bytes.add(self._metrics.model, number=self.hidden_bytes)
@@ -149,8 +148,8 @@ class RequestStats:
             self._metrics.output.observe(len(record.tokens))
             if after_first := self._sums["tokens"] - self._sums["tokens_at_first"]:
                 self._metrics.per_token.observe((self._last_token - (self._first_token or 0.0)) / after_first)
-            if accepted:
-                self._metrics.bytes_per_accepted.observe(self._sums["wire_bytes"] / accepted)
+            if stats.accepted_tokens:
+                self._metrics.bytes_per_accepted.observe(stats.bytes_per_accepted_token)
         else:
             moves = self.moves or isinstance(error, Fenced)
             self._metrics.count_ended(ABANDONED, "" if error is None or moves else error.code)
@@ -158,9 +157,9 @@ class RequestStats:
             {
                 "gen_ai.usage.output_tokens": len(record.tokens),
                 "gen_ai.response.finish_reasons": [reason],
-                "outrider.steps": self._sums["steps"],
-                "outrider.acceptance_length": acceptance_length,
-                "outrider.mean_gamma": _ratio(self._sums["gamma"], self._sums["steps"]),
+                "outrider.steps": stats.steps,
+                "outrider.acceptance_length": stats.acceptance_length,
+                "outrider.mean_gamma": stats.mean_gamma,
                 "outrider.cached_tokens": self.cached_tokens,
                 "outrider.failovers": self.failovers,
                 "outrider.drafter_losses": self.drafter_losses,
@@ -176,7 +175,7 @@ class RequestStats:
             prompt_tokens=len(record.request.prompt),
             output_tokens=len(record.tokens),
             seconds=round(seconds, 3),
-            acceptance_length=round(acceptance_length, 2),
+            acceptance_length=round(stats.acceptance_length, 2),
             **({"error": error.message} if error is not None else {}),
         )
 
