@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import time
-from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from coordinator.admission.model_limits import limits_of
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.parser import Parser, Part, PartKind
 from coordinator.api.http.agents.replies import chat_input, logprobs_of
 from coordinator.api.http.agents.response_bodies import ResponsesBody
+from coordinator.api.http.agents.truncation import fitted
 from coordinator.api.http.answer import SILENCE_S, progress
 from coordinator.api.http.failures import body_of
 from coordinator.api.http.replies import Answering, call_id, metrics, reason_of, usage
 from coordinator.api.http.responses import AnswerMetrics, CompletionDetails, ContentLogprob, PromptDetails
 from coordinator.api.http.streams import Encoded
-from coordinator.api.preprocess import ClientRequest, prompt_tokens
+from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
-from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.errors import OutriderError
 from outrider.settings.coordinator import CoordinatorSettings
 
 Json = dict[str, Any]
@@ -126,34 +125,10 @@ def plan_response(
     body: ResponsesBody, chat: ChatBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], ResponseReplies]:
     """Return the input of a response, and the formatter of its replies."""
-    context, limit = limits_of(settings, target).context_of(target), settings.max_prompt_kib * 1024
-
-    def fits(chat: ChatBody) -> bool:
-        with contextlib.suppress(InvalidRequest):  # beyond the limit, or in an order that the template refuses
-            tokens = prompt_tokens(chat_input(chat, target, settings, _FIELDS)[0].input, target, limit)
-            return len(tokens) + min(chat.limit or settings.default_chat_tokens, context // 4) <= context
-        return False
-
-    if body.truncation == "auto" and not fits(chat) and (left := [*shortened(chat)]):
-        chat = left[bisect_left(left, True, hi=len(left) - 1, key=fits)]
+    if body.truncation == "auto":
+        chat = fitted(chat, target, settings, _FIELDS)
     request, [parser] = chat_input(chat, target, settings, _FIELDS)
     return [request], ResponseReplies(body, target, parser)
-
-
-def shortened(chat: ChatBody) -> Iterator[ChatBody]:
-    """Yield the chat without more and more of its oldest messages: first whole turns, then calls of the last one.
-
-    Instructions and the user's last message stay, and an output has its call.
-    """
-    last = max((at for at, it in enumerate(chat.messages) if it.role == "user"), default=-1)
-    answered, waiting = {it.tool_call_id for it in chat.messages}, set[str | None]()
-    for start, first in enumerate(chat.messages):
-        if not waiting and (first.role == "user" or (start > last and first.role == "assistant")):
-            before = enumerate(chat.messages[:start])
-            kept = [it for at, it in before if at == last or it.role in ("system", "developer")]
-            yield chat.model_copy(update={"messages": kept + chat.messages[start:]})
-        waiting |= answered & {call.id for call in first.tool_calls or ()}
-        waiting.discard(first.tool_call_id)
 
 
 class ResponseReplies:
