@@ -1,4 +1,4 @@
-"""Responses: what is left of a conversation that is too long, and the log probabilities of a text and of no more."""
+"""Responses: the log probabilities of a text and of no more, and what they repeat of a request."""
 
 from __future__ import annotations
 
