@@ -168,8 +168,7 @@ class CoordinatorService(rpc.OutriderServicer):
 
 
 def from_proto(request: pb.GenerateRequest, target: Target) -> ClientRequest:
-    given = request.chat.messages
-    messages = [{"role": it.role.replace("developer", "system"), "content": it.content} for it in given]
+    messages = [{"role": it.role.replace("developer", "system"), "content": it.content} for it in request.chat.messages]
     chat = Chat(one_system(messages, target))
     inputs: dict[str, Input] = {"prompt": request.prompt, "chat": chat, "tokens": request.tokens.ids}
     return ClientRequest(

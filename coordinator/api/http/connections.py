@@ -50,8 +50,7 @@ class Connections:
 
     def _close_idle(self) -> bool:
         waiting = (each for group in (self._idle_unknown, self._idle_known) for each in group if not each.sending)
-        connection = next(waiting, None)
-        if connection is None:
+        if (connection := next(waiting, None)) is None:
             return False
         self.leave(connection)
         if connection.opening is None:
