@@ -60,7 +60,8 @@ class HttpServer:
         self._ssl = _context(credentials)
         self._server = _UvicornServer(config)
         given: dict[str, Any] = {"config": config, "server_state": self._server.server_state, "app_state": {}}
-        self._make_connection = partial(Connection, self._open, settings.open_timeout_s, settings.write_timeout_s, **given)
+        timeouts = settings.open_timeout_s, settings.write_timeout_s
+        self._make_connection = partial(Connection, self._open, *timeouts, **given)
         self._serving: asyncio.Task[None] | None = None
         self._accepting: asyncio.Task[None] | None = None
 
