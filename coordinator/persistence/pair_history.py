@@ -18,11 +18,10 @@ PairKey = tuple[str, str]  # fingerprints of target and drafter
 
 
 class PairHistoryStore:
-    """Histories by pair. Memory keeps the `limit` most recent ones, since drafters name their models themselves."""
+    """Histories by pair. Memory keeps the most recent ones, since drafters name their models themselves."""
 
-    def __init__(self, store: Store, limit: int = MAX_PAIRS) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._limit = limit
         self._known: OrderedDict[PairKey, PairHistory | None] = OrderedDict()
         self._unwritten: dict[PairKey, PairHistory] = {}
 
@@ -56,7 +55,7 @@ class PairHistoryStore:
     def _keep(self, pair: PairKey, history: PairHistory | None) -> None:
         self._known[pair] = history
         self._known.move_to_end(pair)
-        while len(self._known) > self._limit:
+        while len(self._known) > MAX_PAIRS:
             oldest, _ = self._known.popitem(last=False)
             self._unwritten.pop(oldest, None)
 

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 
 from coordinator.control.estimator import MAX_GAINED, PairHistory
+from coordinator.persistence import pair_history
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.store import Store
@@ -32,9 +33,10 @@ def shown(draft_ms: float) -> PairHistory:
     return PairHistory(acceptance=[0.5], draft_ms=draft_ms)
 
 
-async def test_memory_is_bounded_however_many_models_drafters_name() -> None:
+async def test_memory_is_bounded_however_many_models_drafters_name(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FakeStore()
-    pairs = PairHistoryStore(cast(Store, store), limit=4)
+    monkeypatch.setattr(pair_history, "MAX_PAIRS", 4)
+    pairs = PairHistoryStore(cast(Store, store))
     for number in range(100):
         name = f"drafter {number}"
         assert await pairs.recall("target", name) is None
@@ -43,9 +45,10 @@ async def test_memory_is_bounded_however_many_models_drafters_name() -> None:
     assert len(pairs._unwritten) <= 4, "also while Redis takes nothing"
 
 
-async def test_the_pair_that_was_used_last_stays() -> None:
+async def test_the_pair_that_was_used_last_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FakeStore()
-    pairs = PairHistoryStore(cast(Store, store), limit=2)
+    monkeypatch.setattr(pair_history, "MAX_PAIRS", 2)
+    pairs = PairHistoryStore(cast(Store, store))
     pairs.remember("target", "ours", shown(1.0))
     for number in range(5):
         pairs.remember("target", f"other {number}", shown(2.0))
@@ -53,9 +56,10 @@ async def test_the_pair_that_was_used_last_stays() -> None:
     assert store.asked == [], "it was never asked for in Redis"
 
 
-async def test_a_pair_that_had_to_go_is_recalled_from_redis() -> None:
+async def test_a_pair_that_had_to_go_is_recalled_from_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FakeStore()
-    pairs = PairHistoryStore(cast(Store, store), limit=2)
+    monkeypatch.setattr(pair_history, "MAX_PAIRS", 2)
+    pairs = PairHistoryStore(cast(Store, store))
     pairs.remember("target", "ours", shown(1.0))
     await pairs._write()
     for number in range(5):
