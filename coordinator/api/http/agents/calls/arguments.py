@@ -153,13 +153,15 @@ class _PythonRules(_ArgumentRules):
     def _listed(self, schema: Mapping[str, Any], key: Callable[[str], str], others: str, sign: str) -> str:
         """Return the rule of arguments, or of an object's members, in the order of their schema."""
         named, required, further = parameters(schema)
-        after = rest = ""
+        after = rest = value = ""
         if further is not False:
+            value = self._value(further)  # once for all: each further one within would be written as often again
             unlike = rf" & ~/{_ANY}*\\{_ANY}*|['\"]?({'|'.join(map(_escaped, named))})['\"]?/" * bool(named)
-            pair = f"{self._rules.add('KEY', others + unlike)} {sign} {self._value(further)}"
+            pair = f"{self._rules.add('KEY', others + unlike)} {sign} {value}"
             after, rest = f"({_COMMA} {pair})*", f"({pair} ({_COMMA} {pair})*)?"
         for name in reversed(named):
-            pair = self._rules.add("pair", f"{key(name)} {sign} {self._value(named[name])}")
+            told = value if value and named[name] is further else self._value(named[name])
+            pair = self._rules.add("pair", f"{key(name)} {sign} {told}")
             first, optional = f"{pair} {after}", name not in required
             rest = self._rules.add("rest", f"{first} | {rest}" if optional and rest else f"({first}){'?' * optional}")
             after = self._rules.add("after", f"({_COMMA} {pair}){'?' * optional} {after}")
@@ -176,8 +178,8 @@ class _PythonRules(_ArgumentRules):
                 return self._values[place]
             case {"anyOf": [*parts]} | {"allOf": [_] as parts} if len(schema) == 1:
                 return f"({' | '.join(map(self._value, parts))})"
-            case {"type": [*types]}:
-                return f"({' | '.join(self._value({**schema, 'type': it}) for it in types)})"
+            case {"type": [*types]} if all(isinstance(it, str) for it in types):
+                return f"({' | '.join(self._value({**schema, 'type': it}) for it in dict.fromkeys(types))})"
             case {"enum": [*constants]} if schema.keys() <= {"enum", "type"}:
                 return self._either(constants)
             case {"type": "boolean" | "null" as word} if len(schema) == 1:

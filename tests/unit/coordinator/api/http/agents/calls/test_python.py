@@ -285,3 +285,13 @@ def test_what_follows_a_schema_is_allowed(form: Marked, call: tuple[dict[str, An
     text = OLMO3.write("f", arguments).removeprefix(OLMO3.opener).removesuffix(OLMO3.closer)
     text = form.opener + form.before + text + form.after + form.closer
     assert allows(form, closed, text), text
+
+
+@pytest.mark.parametrize("more", [{"type": ["object"] * 2}, {"required": ["b", "c"]}], ids=["types", "names"])
+def test_schemas_that_repeat_themselves_at_each_depth_take_no_time(more: dict[str, Any]) -> None:
+    """Written for each type and name anew, forty of them would take years, and the coordinator would stand still."""
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(40):
+        schema = {"type": "object", "additionalProperties": schema, **more}
+    before, after = LFM2.write("f", {"a": 0}).split("0")
+    assert not allows(LFM2, of(schema), before + "3" + after)
