@@ -24,7 +24,7 @@ _APART: dict[str, tuple[Sequence[str], int]] = {
     "lines of formats beside tools": (("coordinator/api/http/agents/formats.py",), 44),
     "lines of forms of calls": (("coordinator/api/http/agents/calls/", "settings/tool_parsers.py"), 769),
     "lines of harmony": (("coordinator/api/http/agents/gpt_oss/",), 174),
-    "lines of truncation": (("coordinator/api/http/agents/truncation.py",), 45),
+    "lines of truncation": (("coordinator/api/http/agents/truncation.py",), 47),
     "lines of the agents' API": (("coordinator/api/http/agents/",), 1_610),
     "lines of the Messages API": (("coordinator/api/http/messages/",), 537),
     "lines of a grammar's trial": (("coordinator/workers/grammar_trial.py",), 98),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
@@ -35,11 +36,12 @@ def shortened(chat: ChatBody) -> Iterator[ChatBody]:
     Instructions and the user's last message stay, and an output has its call.
     """
     last = max((at for at, it in enumerate(chat.messages) if it.role == "user"), default=-1)
-    answered, waiting = {it.tool_call_id for it in chat.messages}, set[str | None]()
+    outputs, waiting = Counter(it.tool_call_id for it in chat.messages), set[str | None]()
     for start, first in enumerate(chat.messages):
         if not waiting and (first.role == "user" or (start > last and first.role == "assistant")):
             before = enumerate(chat.messages[:start])
             kept = [it for at, it in before if at == last or it.role in ("system", "developer")]
             yield chat.model_copy(update={"messages": kept + chat.messages[start:]})
-        waiting |= answered & {call.id for call in first.tool_calls or ()}
+        outputs[first.tool_call_id] -= 1
+        waiting |= {call.id for call in first.tool_calls or () if outputs[call.id]}
         waiting.discard(first.tool_call_id)

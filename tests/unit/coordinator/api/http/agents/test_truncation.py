@@ -50,6 +50,11 @@ def test_an_output_keeps_its_call_in_any_order() -> None:
     assert told(items) == ["u2 aA tA u3", "u3"]
 
 
+def test_a_call_without_an_output_waits_for_none_of_an_earlier_turn() -> None:
+    items = [user("1"), call("A"), output("A"), user("2"), call("A"), user("3"), user("4")]
+    assert told(items) == ["u1 aA tA u2 aA u3 u4", "u2 aA u3 u4", "u3 u4", "u4"]
+
+
 def test_instructions_among_the_items_stay() -> None:
     items = [{"role": "developer", "content": "D"}, user("1"), {"role": "system", "content": "S"}, user("2")]
     assert told(items) == ["dD u1 sS u2", "dD sS u2"]
