@@ -155,7 +155,7 @@ class _PythonRules(_ArgumentRules):
         named, required, further = parameters(schema)
         after = rest = value = ""
         if further is not False:
-            value = self._value(further)  # once for all: each further one within would be written as often again
+            value = self._rules.add("further", self._value(further))  # one within it would be written as often again
             unlike = rf" & ~/{_ANY}*\\{_ANY}*|['\"]?({'|'.join(map(_escaped, named))})['\"]?/" * bool(named)
             pair = f"{self._rules.add('KEY', others + unlike)} {sign} {value}"
             after, rest = f"({_COMMA} {pair})*", f"({pair} ({_COMMA} {pair})*)?"

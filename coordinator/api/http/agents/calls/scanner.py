@@ -17,7 +17,7 @@ _LONGEST = 1_024  # characters of an argument's name and the marks around it
 _BLANK, _NUMBER = r"\s*+", r"\d{1,4}+"
 _NAME = r"""[^\s=,()\[\]{}'"]"""  # characters of an argument's name in Python
 _ESCAPE = r"\\(?>[0-7]{1,3}+|x[0-9a-fA-F]{0,2}+|u[0-9a-fA-F]{0,4}+|U[0-9a-fA-F]{0,8}+|.)(?=.)"  # in a text there
-_INSIDE = {quote: re.compile(rf"(?:[^\\{quote}]++|{_ESCAPE})*+", re.DOTALL) for quote in "'\""}
+_INSIDE = {quote: re.compile(rf"(?>(?:[^\\{quote}]++|{_ESCAPE})*)", re.DOTALL) for quote in "'\""}  # *+ errs in 3.11.4
 _QUOTED = {quote: re.compile(rf"\\.|{quote}", re.DOTALL) for quote in _INSIDE}
 
 
@@ -27,7 +27,7 @@ def head_of(form: Marked) -> tuple[re.Pattern[str], re.Pattern[str]]:
     begin, named = (re.escape(mark).replace("0", _NUMBER) for mark in (form.begin, form.named.strip()))
     follows = r"[^\w.-]" if form.key else rf"{_BLANK}(?:[)]|{_NAME}++{_BLANK}=)"
     after = rf"(?:{named})(?={follows})" if form.value else rf"(?:{named})?{_BLANK}(?=\{{)"
-    begins = rf"[\w.-]{{0,130}}+{_BLANK}{_beginning(form.named.strip(), rf'{_BLANK}(?:{_NAME}++{_BLANK})?+')}"
+    begins = rf"[\w.-]{{0,130}}+{_BLANK}{_beginning(form.named.strip(), rf'{_BLANK}(?>(?:{_NAME}++{_BLANK})?)')}"
     whole = rf"{_BLANK}(?:{begin}){'?' * bool(form.alone)}([\w.-]{{1,130}}+){_BLANK}{after}"
     return re.compile(whole), re.compile(f"{_BLANK}(?:{_beginning(form.begin, begins)}|{begins * bool(form.alone)})")
 

@@ -13,7 +13,7 @@ as_json = partial(json.dumps, ensure_ascii=False)
 _HEX = "[0-9a-fA-F]"
 _PIECE = re.compile(rf"\\(?:([0-7]{{1,3}})|x({_HEX}{{2}})|u({_HEX}{{4}})|U({_HEX}{{8}})|.)|[^\\]+", re.DOTALL)
 _ESCAPES = {r"\'": "'", "\\\n": "", r"\a": r"\u0007", r"\v": r"\u000b"} | {f"\\{it}": f"\\{it}" for it in 'bfnrt"\\'}
-_LITERAL = re.compile(r"""(['"])((?:\\.|(?!\1)[^\\])*+)\1|\b(?:True|False|None)\b|[()]|,(?=\s*[\])}])""", re.DOTALL)
+_LITERAL = re.compile(r"""(['"])((?>(?:\\.|(?!\1)[^\\])*))\1|\b(?:True|False|None)\b|[()]|,(?=\s*[\])}])""", re.DOTALL)
 _WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]"}
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 KINDS = frozenset([*_KINDS.values(), "null"])
