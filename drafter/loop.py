@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from functools import partial
 
 import structlog
 
@@ -15,6 +14,7 @@ from drafter.interface import Drafter, DraftRequest
 from drafter.session import DraftOpening, DraftSession
 from drafter.shares.shares import FEW, DraftingShares
 from outrider.base.decayed_mean import DecayedMean
+from outrider.base.step_loop import Step, StepLoop, StepThread
 from outrider.observability.metrics import DrafterMetrics
 from outrider.protocol.checks import MAX_IDS
 from outrider.protocol.errors import InvalidRequest, OutriderError, Overloaded, Unavailable
@@ -27,24 +27,26 @@ log = structlog.get_logger(__name__)
 _SMOOTHING = 0.1
 _RETRY_AFTER_MS = 1_000
 
+Requests = dict[DraftSession, DraftRequest]
+Guesses = dict[DraftSession, Guess]
 
-class DraftingLoop:
+
+class DraftingLoop(StepLoop):
     """Batched drafting for all sessions, step by step: commits take effect between two steps."""
 
     def __init__(
         self, drafter: Drafter, max_sessions: int, metrics: DrafterMetrics, beside: VerifierBeside | None = None
     ) -> None:
         """Prepare the loop; `beside` is the verifier in this process, if any."""
+        super().__init__(beside.thread if beside else StepThread("drafter"))
         self._drafter = drafter
         self._max_sessions = max_sessions
         self._metrics = metrics
         self._beside = beside
-        self._thread = beside.thread if beside else ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter")
         self._sessions: dict[str, DraftSession] = {}
         self._closed: list[DraftSession] = []
+        self._alone: list[tuple[DraftSession, DraftRequest]] = []  # of a step that failed
         self._calibrations: dict[bool, Calibration] = {}  # key: whether the session is greedy
-        self._wake = asyncio.Event()
-        self.wake = self._wake.set  # runs a step after a commit or a steering message
         self._step_ms = DecayedMean(_SMOOTHING, 0.0)
         self._shares = DraftingShares()
         self._draining = False
@@ -62,7 +64,7 @@ class DraftingLoop:
         if opening.direct_source:
             self._link(session, opening)
         self._sessions[session.key] = session
-        self._wake.set()
+        self.wake()
         return session
 
     def close(self, session: DraftSession, error: OutriderError | None = None) -> None:
@@ -70,7 +72,7 @@ class DraftingLoop:
         if self._sessions.pop(session.key, None) is not None:
             session.close(error)
             self._closed.append(session)
-            self._wake.set()
+            self.wake()
 
     def drain(self) -> None:
         """Close all sessions and refuse new ones: their coordinators continue without this drafter."""
@@ -85,43 +87,43 @@ class DraftingLoop:
     def load(self) -> WorkerLoad:
         return WorkerLoad(sessions=len(self._sessions), step_ms=self._step_ms.value)
 
-    async def run(self) -> None:
-        while True:
-            self._wake.clear()
-            for session in self._closed:
-                self._drafter.forget(session.key)
-            self._closed.clear()
+    def compose(self) -> Step | None:
+        for session in self._closed:
+            self._drafter.forget(session.key)
+        self._closed.clear()
+        requests: Requests = {}
+        while self._alone and not requests:
+            session, request = self._alone.pop()
+            requests = {} if session.closed else {session: request}
+        if not requests:
             sessions = self._shares.next_step(self._sessions) if len(self._sessions) > FEW else self._sessions
-            asked = ((session, session.next_request()) for session in sessions.values())
-            requests = {session: request for session, request in asked if request is not None}
-            if not requests:
-                await self._wake.wait()
-                continue
-            started = time.perf_counter()
-            if guesses := await self._draft(requests):
-                drafted = {session: requests[session] for session in guesses}
-                self._add(drafted, list(guesses.values()), time.perf_counter() - started)
+            for session in sessions.values():
+                if (wanted := session.next_request()) is not None:
+                    requests[session] = wanted
+        if not requests:
+            return None
+        return partial(self._draft, requests), partial(self._take_step, requests, time.perf_counter())
 
-    async def _draft(self, requests: Mapping[DraftSession, DraftRequest]) -> dict[DraftSession, Guess]:
-        """Return the guesses. If the step fails, each session drafts alone, and those that fail alone are closed."""
-        drafting = asyncio.get_running_loop().run_in_executor(self._thread, self._drafter.draft, [*requests.values()])
-        try:
-            return dict(zip(requests, await drafting, strict=True))
-        except Exception as error:
-            if type(error).__name__ == "AcceleratorError":  # of torch; it is sticky: the process ends
-                raise
-            if len(requests) > 1:
-                alone = [await self._draft({session: request}) for session, request in requests.items()]
-                return {session: guess for each in alone for session, guess in each.items()}
+    def _draft(self, requests: Requests) -> Guesses:
+        return dict(zip(requests, self._drafter.draft([*requests.values()]), strict=True))
+
+    def _take_step(self, requests: Requests, started: float, guesses: Guesses | None, error: Exception | None) -> None:
+        """Add the guesses. If the step has failed, each session drafts alone, and those that fail alone are closed."""
+        if guesses is not None:
+            self._add(requests, [*guesses.values()], time.perf_counter() - started)
+        elif error is not None and type(error).__name__ == "AcceleratorError":  # of torch; it is sticky
+            raise error
+        elif len(requests) > 1:
+            self._alone = list(requests.items())
+        else:
             for session in requests:
-                log.exception("drafting failed, session closed", session=session.id, error=str(error))
+                log.error("drafting failed, session closed", session=session.id, error=str(error), exc_info=error)
                 self.close(session, InvalidRequest(f"drafting for it failed: {type(error).__name__}"))
-            return {}
 
     def stop(self) -> None:
         self.drain()
         if self._beside is None:
-            self._thread.shutdown(wait=True)
+            self.thread.stop()
 
     def _link(self, session: DraftSession, opening: DraftOpening) -> None:
         """Let the verifier in this process commit to the session and take its guesses."""
@@ -135,7 +137,7 @@ class DraftingLoop:
                 log.error("commit refused, session closed", session=session.id, error=error.message)
                 self.close(session)
             if session.wants_more:
-                self._wake.set()
+                self.wake()
             return True
 
         found = self._beside and self._beside.link(opening.session_id, opening.epoch, opening.direct_source, take)
@@ -143,7 +145,7 @@ class DraftingLoop:
             raise InvalidRequest.of("open.direct_source", opening.direct_source, "0: its verifier is not here")
         session.send = found
 
-    def _add(self, requests: Mapping[DraftSession, DraftRequest], guesses: Sequence[Guess], spent_s: float) -> None:
+    def _add(self, requests: Requests, guesses: Sequence[Guess], spent_s: float) -> None:
         self._step_ms.add(spent_s * 1000)
         if len(self._sessions) > FEW:
             self._shares.measure(requests, guesses, spent_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import grpc
 
@@ -12,14 +13,14 @@ from drafter.interface import Drafter
 from drafter.loop import DraftingLoop
 from drafter.methods.registry import make
 from drafter.session import DraftOpening, DraftSession
-from outrider.base.aio import Call, background, first_message
-from outrider.multiplex.server import MultiplexedHandler
+from outrider.base.aio import background, first_message
+from outrider.multiplex.server import Context, DirectCall, MultiplexedHandler
 from outrider.observability.metrics import DrafterMetrics
 from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
 from outrider.observability.tracing import OFF, Tracing, make_tracing
 from outrider.protocol import convert, message_limits
-from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.runtime.worker_service import WorkerService
 from outrider.settings.drafter import DrafterSettings
@@ -46,11 +47,12 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
         super().__init__(settings, about, drafter.vocabulary, self._loop, self._metrics, tracing)
         keys = self.credentials.own_keys
         self.multiplexed = MultiplexedHandler(self.Draft, pb.DraftRequest.FromString, keys, settings)
+        self.multiplexed.wake = self._loop.wake_now
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_DrafterServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
 
-    async def Draft(self, requests: AsyncIterator[pb.DraftRequest], context: Call) -> AsyncIterator[pb.DraftReply]:
+    async def Draft(self, requests: AsyncIterator[pb.DraftRequest], context: Context) -> AsyncIterator[pb.DraftReply]:
         request_context = bind_context(context.invocation_metadata() or ())
         with self._metrics.count_refusals():
             first = await first_message(requests, self._settings.open_timeout_s, "open")
@@ -60,7 +62,10 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
             with StreamSpan(self._tracing, "draft", request_context, session.id) as span:
                 session.record = lambda guess: span.add(len(guess.tokens), guess.draft_us)
                 yield pb.DraftReply(opened=pb.DraftOpened(hidden_states=self._drafter.needs_hidden_states))
-                async with background(self._receive(session, requests)):
+                if isinstance(context, DirectCall) and session.send is None:
+                    session.ready = context.ready
+                    session.send = lambda guess: context.send(pb.DraftReply(guess=convert.guess_to_proto(guess)))
+                async with background(self._receive(session, requests, context, partial(_apply, session))):
                     async for guess in session.messages():
                         yield pb.DraftReply(guess=convert.guess_to_proto(guess))
                 if session.error is not None:
@@ -77,17 +82,6 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
             opening.params, opening.tokens, opening.prompt_length, opening.vocabulary_digest, opening.eos_token_ids
         )
 
-    async def _receive(self, session: DraftSession, requests: AsyncIterator[pb.DraftRequest]) -> None:
-        """Apply commits and steering messages; an invalid one ends the session, since its state is then unknown."""
-        try:
-            async for request in requests:
-                message_limits.check_draft_request(request)
-                _apply(session, request)
-                self._loop.wake()
-        except OutriderError as error:
-            self._loop.close(session, error)
-        self._loop.close(session)
-
 
 def prepared(
     settings: DrafterSettings, progress: Callable[[str], None], beside: VerifierBeside | None = None
@@ -99,6 +93,8 @@ def prepared(
 
 
 def _apply(session: DraftSession, request: pb.DraftRequest) -> None:
+    """Apply a commit or steering message; an invalid one ends the session, since its state is then unknown."""
+    message_limits.check_draft_request(request)
     kind = request.WhichOneof("message")
     if kind == "committed":
         committed = request.committed

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from drafter.calibration import Calibration
@@ -56,7 +57,9 @@ class DraftSession:
         self.params = opening.params
         self.closed = False
         self.error: OutriderError | None = None  # that closed it
-        self.send: TakeGuess | None = None  # straight to the verifier in this process, not over the stream
+        self.send: TakeGuess | None = None  # to the verifier in this process, or at once over the stream
+        self.ready: Callable[[], bool] | None = None  # whether the stream's peer reads; None: it is the verifier here
+        self._due_at = 0.0  # of the next message over the stream
         self.record: TakeGuess = lambda _: None  # of each guess that is sent, either way
         self._changed = asyncio.Event()  # there may be guesses to send
         self._cache_salt = f"{opening.vocabulary_digest} {opening.cache_salt}"  # texts of other targets stay apart
@@ -118,9 +121,13 @@ class DraftSession:
 
     def _offer(self) -> None:
         """Send what is due: after a commit or steering, an empty guess may be, without a further request."""
-        self._changed.set()
-        while self.send is not None and not self.closed and (message := self.next_message()) is not None:
+        waits = self.ready is not None and (time.monotonic() < self._due_at or not self.ready())
+        if self.send is None or self.closed or waits:
+            self._changed.set()
+            return
+        while (message := self.next_message()) is not None:
             self.send(message)
+            self._due_at = max(self._due_at, time.monotonic()) + MESSAGE_S
 
     def close(self, error: OutriderError | None = None) -> None:
         self.closed, self.error = True, error
@@ -129,11 +136,14 @@ class DraftSession:
     async def messages(self) -> AsyncIterator[Guess]:
         """Yield guesses until the session is closed. What waits is joined to fewer messages, or pruned by a commit."""
         while not self.closed:
-            if self.send is None and (guess := self.next_message()) is not None:
+            self._changed.clear()
+            linked = self.send is not None and self.ready is None
+            if (wait_s := self._due_at - time.monotonic()) > 0 and not linked:
+                await asyncio.sleep(wait_s)
+            elif not linked and (guess := self.next_message()) is not None:
+                self._due_at = time.monotonic() + MESSAGE_S
                 yield guess
-                await asyncio.sleep(MESSAGE_S)
             else:
-                self._changed.clear()
                 await self._changed.wait()
 
     def next_message(self) -> Guess | None:

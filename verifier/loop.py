@@ -8,15 +8,14 @@ sampling history. It advances a session's grammar itself; the event loop does no
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
+from outrider.base.step_loop import Step, StepLoop, StepThread
 from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost, Unavailable
@@ -39,12 +38,13 @@ log = structlog.get_logger(__name__)
 _SMOOTHING = 0.1
 
 
-class VerificationLoop:
+class VerificationLoop(StepLoop):
     """Verification of all sessions in shared steps."""
 
     def __init__(
         self, target: VerifyTarget, limits: VerifierSettings, metrics: VerifierMetrics, cost: CostCurve = UNKNOWN_COST
     ) -> None:
+        super().__init__(StepThread("target"))
         self._target = target
         self._limits = limits
         self._metrics = metrics
@@ -52,10 +52,6 @@ class VerificationLoop:
         self._kept_states = KeptStates()
         self._admission = Admission(target, limits, metrics)
         self._batching = Batching(limits, self._times, chain=not target.verifies_trees)
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="target")
-        self._wake = asyncio.Event()
-        # Schedules again after a guess, a steering message, or a read of a stalled stream.
-        self.wake = self._wake.set
         self._step_ms = 0.0
         self._draining = False
         metrics.bind_gauge(metrics.cache_idle, lambda: target.evictable_tokens / limits.kv_tokens)
@@ -70,12 +66,12 @@ class VerificationLoop:
         try:
             return self._admission.open(opening, guide)
         finally:
-            self._wake.set()  # an older epoch of the session may have been closed even if this one is refused
+            self.wake()  # an older epoch of the session may have been closed even if this one is refused
 
     def close(self, session: VerifySession, error: OutriderError | None = None) -> None:
         """End a session; idempotent."""
         self._admission.close(session, error)
-        self._wake.set()
+        self.wake()
 
     def link(self, session_id: str, epoch: int, source: int, take: TakeVerdict) -> TakeGuess | None:
         """Join a drafter in this process to a session, as VerifierBeside says."""
@@ -94,7 +90,7 @@ class VerificationLoop:
             except InvalidRequest as error:
                 session.direct = None  # its coordinator ends it, too
                 self.reject(session, error, source, bounded=False)  # one at most, however many are unread
-            self._wake.set()
+            self.wake()
 
         return take_guess
 
@@ -124,40 +120,40 @@ class VerificationLoop:
 
     # The loop.
 
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            self._wake.clear()
-            self._admission.free_closed()
-            self._admission.admit_waiting()
-            for session in self._admission.running.values():
-                if not session.begun:
-                    session.begun = True
-                    self._target.match_prefix(session, session.hidden_states.follow(self._kept_states))
-                    session.hidden_states.begin(session.num_cached_tokens)
-            batch, wait_s = self._batching.schedule(self._admission.running.values(), time.monotonic())
-            if not batch:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await self._wake.wait()
-                continue
-            started = time.monotonic()
-            try:
-                step = await loop.run_in_executor(self.thread, self._target.step, batch)
-            except TargetFailed as error:
-                self._fail(error)
-                raise
-            except Exception as error:  # a failing step must not end sessions that are not in it
-                log.exception("verification step failed", session_ids=[item.session.id for item in batch])
-                for item in batch:
-                    self.close(item.session, PeerLost(f"the target's forward pass failed: {error}"))
-                continue
+    def compose(self) -> Step | None:
+        self._admission.free_closed()
+        self._admission.admit_waiting()
+        for session in self._admission.running.values():
+            if not session.begun:
+                session.begun = True
+                self._target.match_prefix(session, session.hidden_states.follow(self._kept_states))
+                session.hidden_states.begin(session.num_cached_tokens)
+        now = time.monotonic()
+        batch, wait_s = self._batching.schedule(self._admission.running.values(), now)
+        if batch:
+            return partial(self._target.step, batch), partial(self._take_step, batch, now)
+        if wait_s is not None:
+            self.wake_in(wait_s)
+        return None
+
+    def _take_step(
+        self, batch: Sequence[ScheduledSession], started: float, step: VerifyStep | None, error: Exception | None
+    ) -> None:
+        if isinstance(error, TargetFailed):
+            self._fail(error)
+            raise error
+        if step is not None:
             self._commit(batch, step, started)
+            return
+        # A failing step must not end sessions that are not in it.
+        log.error("verification step failed", session_ids=[item.session.id for item in batch], exc_info=error)
+        for item in batch:
+            self.close(item.session, PeerLost(f"the target's forward pass failed: {error}"))
 
     def stop(self) -> None:
         for session in self._admission.sessions():
             self.close(session, Unavailable("this verifier is shutting down"))
-        self.thread.shutdown(wait=True)
+        self.thread.stop()
         self._target.close()
         self._admission.free_closed()
 

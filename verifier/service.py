@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
 
 from outrider.base.aio import Call, background, first_message
 from outrider.base.config import KV_TOKENS
-from outrider.multiplex.server import MultiplexedHandler
+from outrider.multiplex.server import Context, DirectCall, MultiplexedHandler
 from outrider.observability.metrics import VerifierMetrics
 from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
 from outrider.observability.tracing import OFF, Tracing
 from outrider.protocol import convert, message_limits
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
-from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.protocol.hidden_states.earlier_states import EarlierStates
+from outrider.protocol.speculation import Verdict
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.runtime.worker_service import WorkerService
 from outrider.settings.verifier import VerifierSettings
@@ -63,11 +65,14 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         super().__init__(settings, about, vocabulary, self.loop, self._metrics, tracing)
         keys = self.credentials.own_keys
         self.multiplexed = MultiplexedHandler(self.Verify, pb.VerifyRequest.FromString, keys, settings)
+        self.multiplexed.wake = self.loop.wake_now
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_VerifierServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
 
-    async def Verify(self, requests: AsyncIterator[pb.VerifyRequest], context: Call) -> AsyncIterator[pb.VerifyReply]:
+    async def Verify(
+        self, requests: AsyncIterator[pb.VerifyRequest], context: Context
+    ) -> AsyncIterator[pb.VerifyReply]:
         request_context = bind_context(context.invocation_metadata() or ())
         with self._metrics.count_refusals():
             first = await first_message(requests, self._settings.open_timeout_s, "open")
@@ -78,7 +83,17 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
             with StreamSpan(self._tracing, "verify", request_context, session.id) as span:
                 model = convert.model_to_proto(self._target.info)
                 yield pb.VerifyReply(opened=pb.Opened(position=len(session.committed), model=model))
-                async with background(self._receive(session, requests)) as receiving:
+
+                def message(verdict: Verdict) -> pb.VerifyReply:
+                    times = verdict.timings
+                    span.add(len(verdict.tokens), times.step_us, times.cached_tokens, verdict.steps)
+                    return pb.VerifyReply(verdict=convert.verdict_to_proto(verdict))
+
+                if isinstance(context, DirectCall):
+                    session.ready, session.send = context.ready, lambda verdict: context.send(message(verdict))
+                async with background(
+                    self._receive(session, requests, context, partial(self._apply, session))
+                ) as receiving:
                     while not isinstance(reply := await session.next_reply(), Ended):
                         if session.resume_after_read():
                             self.loop.wake()
@@ -87,9 +102,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
                         elif isinstance(reply, EarlierStates):
                             yield pb.VerifyReply(earlier_states=earlier_states(session.hidden_states, reply))
                         else:
-                            times = reply.timings
-                            span.add(len(reply.tokens), times.step_us, times.cached_tokens, reply.steps)
-                            yield pb.VerifyReply(verdict=convert.verdict_to_proto(reply))
+                            yield message(reply)
                     if reply.error is not None:
                         # Do not wait here: a peer learns of an error from the status, so it would not close first.
                         # Verdicts that gRPC drops unread cost time, no tokens: the session is opened again with the
@@ -113,22 +126,21 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         opening.check(self._target.info)
         return await self._grammars.compile_async(opening.params, opening.tokens[opening.prompt_length :])
 
-    async def _receive(self, session: VerifySession, requests: AsyncIterator[pb.VerifyRequest]) -> None:
-        """Apply guesses and steering messages until the stream ends; reject the invalid ones."""
+    def _apply(self, session: VerifySession, request: pb.VerifyRequest) -> None:
+        """Apply a guess or steering message, or reject it as invalid."""
+        message_limits.check_verify_request(request)
         try:
-            async for request in requests:
-                message_limits.check_verify_request(request)
-                try:
-                    _apply(session, request)
-                    if request.steer.HasField("states"):
-                        self._refuse_states(session)
-                except InvalidRequest as error:
-                    self.loop.reject(session, error, request.guess.source)
-                self.loop.wake()
-        except OutriderError as error:
-            self.loop.close(session, error)
-        else:
-            self.loop.close(session)
+            kind = request.WhichOneof("message")
+            if kind == "guess":
+                session.add_guess(convert.guess_from_proto(request.guess))
+            elif kind == "steer":
+                session.steer(convert.verify_steering_from_proto(request.steer))
+                if request.steer.HasField("states"):
+                    self._refuse_states(session)
+            else:
+                raise InvalidRequest.of("message", kind or "empty", "guess or steer once the stream is open")
+        except InvalidRequest as error:
+            self.loop.reject(session, error, request.guess.source)
 
     def _refuse_states(self, session: VerifySession) -> None:
         for error in session.hidden_states.refuse(self.projections.check):
@@ -138,13 +150,3 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         if (data := self._tokenizer_files.get("tokenizer.json")) is None:
             raise OSError("no tokenizer.json")
         return data.decode()
-
-
-def _apply(session: VerifySession, request: pb.VerifyRequest) -> None:
-    kind = request.WhichOneof("message")
-    if kind == "guess":
-        session.add_guess(convert.guess_from_proto(request.guess))
-    elif kind == "steer":
-        session.steer(convert.verify_steering_from_proto(request.steer))
-    else:
-        raise InvalidRequest.of("message", kind or "empty", "guess or steer once the stream is open")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -83,6 +83,8 @@ class VerifySession:
         self.committed = list(opening.tokens)
         self.hidden_states = HiddenStateBuffer(opening.hidden_states, opening.cache_salt, self.committed)
         self.outbox: asyncio.Queue[Verdict | Rejection | EarlierStates | Ended] = asyncio.Queue()
+        self.ready: Callable[[], bool] = lambda: False  # whether the peer reads what is sent at once
+        self.send: Callable[[Verdict], None]
         self.tree = GuessTree(self.committed, single=self.params.mode.needs_draft_probs)
         assert self.params.seed is not None
         self.chance: RandomSource = SeededNoise(self.params.seed)
@@ -189,7 +191,10 @@ class VerifySession:
         verdict.remaining_depth = self.tree.depth
         if self.direct is not None and self.direct(verdict):
             verdict = replace(verdict, hidden_states=None)
-        self.outbox.put_nowait(verdict)
+        if self._next_reply is None and self.outbox.empty() and self.ready():
+            self.send(verdict)
+        else:
+            self.outbox.put_nowait(verdict)
 
     async def next_reply(self) -> Verdict | Rejection | EarlierStates | Ended:
         """Return the next reply; plain steps that the peer has not read share a verdict, if it takes such."""

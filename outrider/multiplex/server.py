@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import structlog
 
 from outrider.base.aio import Call, background, cancel_all
+from outrider.base.config import Settings
 from outrider.multiplex.frames import FrameQueue
 from outrider.multiplex.stream import MultiplexedStream, check_batch, check_window
 from outrider.protocol import convert
@@ -25,38 +27,53 @@ log = structlog.get_logger(__name__)
 Handler = Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]
 
 
-class Limits(Protocol):
-    """Settings of a service that bound its streams."""
-
-    max_message_mib: int
-    max_streams: int
-    write_timeout_s: float
-
-
 @dataclass(frozen=True, slots=True)
-class CallContext:
-    """Context of a session's call, as far as handlers use it."""
+class DirectCall:
+    """Call of a session in a shared stream. It hands messages over at once, where a task would have to wake."""
 
     headers: tuple[tuple[str, str], ...]
+    stream: MultiplexedStream
+    frames: FrameQueue
+    decode: Callable[[bytes], Any]
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return self.headers
+
+    def ready(self) -> bool:
+        """Return whether the peer reads fast enough for another reply."""
+        return not (self.stream.num_unsent or self.frames.is_behind)
+
+    def send(self, reply: Any) -> None:
+        self.stream.send(reply.SerializeToString())
+
+    async def requests(self) -> AsyncIterator[Any]:
+        while (data := await self.stream.read()) is not None:
+            yield self.decode(data)
+
+    async def deliver(self, take: Callable[[Any], None]) -> None:
+        """Call `take` with each request as it comes, in this context, until the peer's end; raise its error."""
+        context = copy_context()
+        self.stream.deliver_to(lambda data: context.run(take, self.decode(data)))
+        await self.stream.read()
+
+
+Context = Call | DirectCall  # of a session's call: a gRPC stream of its own, or within a shared one
 
 
 class MultiplexedHandler:
     """Handler of shared streams."""
 
-    def __init__(self, handler: Handler, decode: Callable[[bytes], Any], keys: ApiKeys, limits: Limits) -> None:
+    def __init__(self, handler: Handler, decode: Callable[[bytes], Any], keys: ApiKeys, limits: Settings) -> None:
         """Set the handler of one session; `keys` are checked for each, since a caller's may no longer be valid."""
-        self._handler = handler
-        self._decode = checked_reader(decode)
-        self._keys = keys
-        self._limits = limits
+        self.handle = handler
+        self.decode = checked_reader(decode)
+        self.keys = keys
+        self.limits = limits
+        self.wake: Callable[[], object] = bool  # called after each batch of frames
         self._open: set[CoordinatorSessions] = set()
 
     async def serve(self, batches: AsyncIterator[pb.SessionFrames], context: Call) -> AsyncIterator[pb.SessionFrames]:
-        shown = dict(context.invocation_metadata() or ()).get(HEADER)
-        shared = CoordinatorSessions(self._handler, self._decode, lambda: self._keys.allows(shown), self._limits)
+        shared = CoordinatorSessions(self, dict(context.invocation_metadata() or ()).get(HEADER))
         self._open.add(shared)
         try:
             async with background(shared.receive(batches)):
@@ -74,28 +91,16 @@ class MultiplexedHandler:
             shared.close()
 
 
-class MultiplexedService:
-    """Method `Sessions` of a worker's service."""
-
-    multiplexed: MultiplexedHandler
-
-    @property
-    def Sessions(self) -> Callable[..., AsyncIterator[pb.SessionFrames]]:
-        return self.multiplexed.serve
-
-
 class CoordinatorSessions:
     """Sessions of one coordinator, over its shared stream."""
 
-    def __init__(
-        self, handler: Handler, decode: Callable[[bytes], Any], allowed: Callable[[], bool], limits: Limits
-    ) -> None:
+    def __init__(self, handler: MultiplexedHandler, key: str | bytes | None) -> None:
+        """Begin without sessions; `key` is the connection's."""
         self.frames = FrameQueue(pings=True)
         self.failure: OutriderError | None = None
         self._handler = handler
-        self._decode = decode
-        self._allowed = allowed
-        self._limits = limits
+        self._limits = handler.limits
+        self._key = key
         self._window = 0
         self._streams: dict[int, MultiplexedStream] = {}  # those too that one side has ended
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -110,6 +115,7 @@ class CoordinatorSessions:
                 self.frames.take_marks(batch)
                 for frame in check_batch(batch):
                     self._take(frame)
+                self._handler.wake()
         except Exception as error:
             self.failure = as_outrider_error(error)
         self.frames.close()
@@ -144,14 +150,14 @@ class CoordinatorSessions:
         stream = MultiplexedStream(self._last, self._streams, self.frames, self._window, max_bytes)
         headers = tuple((header.key, header.header) for header in frame.open.headers)
         refusal: OutriderError | None = None
-        if not self._allowed():
+        if not self._handler.keys.allows(self._key):
             refusal = Unauthenticated("the key of this connection is no longer valid", field="authorization")
         elif len(self._streams) > self._limits.max_streams:
             refusal = Overloaded.of("streams", len(self._streams), f"at most {self._limits.max_streams}")
         if refusal is not None:
             _end(stream, refusal)
             return
-        running = asyncio.create_task(self._run(stream, CallContext(headers)))
+        running = asyncio.create_task(self._run(DirectCall(headers, stream, self.frames, self._handler.decode)))
         self._running[self._last] = running
         running.add_done_callback(lambda _: self._ended(stream))
 
@@ -161,21 +167,18 @@ class CoordinatorSessions:
         if self._closing and not self._running:
             self.frames.close()
 
-    async def _run(self, stream: MultiplexedStream, context: CallContext) -> None:
+    async def _run(self, call: DirectCall) -> None:
         """Run the handler of one session and send its replies and its status."""
+        stream = call.stream
         try:
-            async with contextlib.aclosing(self._handler(self._requests(stream), context)) as replies:  # type: ignore[type-var]
+            async with contextlib.aclosing(self._handler.handle(call.requests(), call)) as replies:  # type: ignore[type-var]
                 async for reply in replies:
-                    stream.send(reply.SerializeToString())
-                    if stream.num_unsent or self.frames.is_behind:
+                    call.send(reply)
+                    if not call.ready():
                         await self._read_by_peer(stream)
         except Exception as error:
             _end(stream, as_outrider_error(error))
         stream.end()  # unless it has ended
-
-    async def _requests(self, stream: MultiplexedStream) -> AsyncIterator[Any]:
-        while (data := await stream.read()) is not None:
-            yield self._decode(data)
 
     async def _read_by_peer(self, stream: MultiplexedStream) -> None:
         seconds = self._limits.write_timeout_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -52,6 +52,7 @@ class MultiplexedStream:
         self._parts_cost = 0  # of these, until it is confirmed
         self._unread: deque[tuple[bytes, int]] = deque()  # messages, with what is to be confirmed
         self._failure: Exception | None = None
+        self._take: Callable[[bytes], object] | None = None  # in place of a reader
         self._waiting: asyncio.Future[None] | None = None  # of the reader
         self._blocked: asyncio.Future[None] | None = None  # of the writer
 
@@ -142,12 +143,26 @@ class MultiplexedStream:
                 return None
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
+        return self._next()
+
+    def _next(self) -> bytes:
         message, cost = self._unread.popleft()
         if not self._unread:  # the next message may be larger than the window
             cost += self._parts_cost
             self._parts_cost = 0
         self._confirm(cost)
         return message
+
+    def deliver_to(self, take: Callable[[bytes], object]) -> None:
+        """Call `take` with each message, later ones as they come. After an error of it, the reader raises that."""
+        self._take = take
+        while self._unread:
+            message = self._next()
+            try:
+                if self._failure is None:
+                    take(message)
+            except Exception as error:
+                self.fail(error)
 
     def _receive_part(self, part: bytes, more: bool) -> None:
         if self._peer_window <= 0:
@@ -175,7 +190,10 @@ class MultiplexedStream:
         message = part if len(self._parts) == 1 else b"".join(self._parts)
         self._unread.append((message, self._parts_cost))
         self._parts, self._parts_bytes, self._parts_cost = [], 0, 0
-        resolve(self._waiting)
+        if self._take is None:
+            resolve(self._waiting)
+        else:
+            self.deliver_to(self._take)
 
     def refuse(self, code: grpc.StatusCode, details: str) -> None:
         """End the stream because of what the peer sent."""

@@ -6,21 +6,22 @@ import asyncio
 import hashlib
 import secrets
 import socket
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
 from outrider.base.aio import Call, cancel_all, critical_task
 from outrider.base.config import WorkerSettings
 from outrider.base.endpoint import ANY_HOST, bracketed, split
-from outrider.multiplex.server import MultiplexedService
+from outrider.multiplex.server import Context, DirectCall, MultiplexedHandler
 from outrider.observability.metrics import Metrics
 from outrider.observability.metrics_server import MetricsServer
 from outrider.observability.tracing import Tracing
 from outrider.protocol import convert
-from outrider.protocol.errors import InvalidRequest, StartupError
+from outrider.protocol.errors import InvalidRequest, OutriderError, StartupError
 from outrider.protocol.fleet import WorkerInfo, WorkerLoad
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.runtime.registration_client import RegistrationClient
@@ -29,6 +30,7 @@ from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
 from outrider.v1 import common_pb2 as common
 
+M = TypeVar("M")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -40,6 +42,10 @@ class WorkLoop(Protocol):
 
     async def run(self) -> None: ...
 
+    def wake(self) -> None: ...
+
+    def close(self, session: Any, error: OutriderError | None = None) -> None: ...
+
     def load(self) -> WorkerLoad: ...
 
     def drain(self) -> None: ...
@@ -47,9 +53,10 @@ class WorkLoop(Protocol):
     def stop(self) -> None: ...
 
 
-class WorkerService(MultiplexedService):
+class WorkerService:
     """Base of both workers' services."""
 
+    multiplexed: MultiplexedHandler
     names: tuple[str, ...]
     work: str  # of its loop, for the log
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
@@ -113,6 +120,24 @@ class WorkerService(MultiplexedService):
         self.multiplexed.close()
         self._metrics_server.close()
         await self._tracing.close()
+
+    @property
+    def Sessions(self) -> Callable[..., AsyncIterator[Any]]:
+        return self.multiplexed.serve
+
+    async def _receive(
+        self, session: object, requests: AsyncIterator[M], context: Context, apply: Callable[[M], None]
+    ) -> None:
+        """Apply a peer's messages until it ends its side or one is invalid, and close the session."""
+        try:
+            if isinstance(context, DirectCall):
+                await context.deliver(apply)
+            async for request in requests:
+                apply(request)
+                self._worker_loop.wake()
+        except OutriderError as error:
+            self._worker_loop.close(session, error)
+        self._worker_loop.close(session)
 
     async def Probe(self, request: common.ProbeRequest, context: Call) -> common.ProbeReply:
         return common.ProbeReply(load=convert.load_to_proto(self._worker_loop.load()), draining=self._draining)

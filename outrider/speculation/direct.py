@@ -6,9 +6,9 @@ The coordinator opens both streams and steers both ends as always. Only commits 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from outrider.base.step_loop import StepThread
 from outrider.protocol.speculation import Guess, Verdict
 
 TakeVerdict = Callable[[Verdict], bool]  # of the drafter's end; False: its session has ended
@@ -18,7 +18,7 @@ TakeGuess = Callable[[Guess], None]  # of the verifier's end
 class VerifierBeside(Protocol):
     """The verifier in a drafter's process."""
 
-    thread: ThreadPoolExecutor  # in which both compute: two threads would have OpenMP threads each
+    thread: StepThread  # in which both compute: two threads would have OpenMP threads each
 
     def link(self, session_id: str, epoch: int, source: int, take: TakeVerdict) -> TakeGuess | None:
         """Join a drafter's end to a session, and hand it what is committed; None: there is no such session."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -183,7 +184,9 @@ async def run(
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        loop.thread.submit(int).result()  # a step goes on without its loop, and the next test steps the same core
+        idle = Event()  # a step goes on without its loop, and the next test steps the same core
+        loop.thread.submit(idle.set)
+        idle.wait()
     return [request.tokens for request in requests]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 
 import pytest
 
@@ -15,6 +15,7 @@ from drafter.loop import DraftingLoop
 from drafter.methods.ngram import NgramDrafter
 from drafter.methods.registry import make
 from drafter.session import DraftOpening, DraftSession
+from outrider.base.step_loop import StepThread
 from outrider.observability.metrics import DrafterMetrics
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
@@ -30,7 +31,7 @@ class Beside:
     """A verifier with one session."""
 
     def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1)
+        self.thread = StepThread("verifier")
         self.given: asyncio.Queue[Guess] = asyncio.Queue()
         self.take: TakeVerdict | None = None
 
@@ -89,7 +90,9 @@ async def test_guesses_go_straight_to_the_verifier_and_verdicts_come_from_it() -
     assert not beside.take(Verdict(12, (1,), 0, TokenKind.PLAIN)), "it has left"
     running.cancel()
     loop.stop()
-    beside.thread.submit(int).result()  # the verifier's thread goes on
+    goes_on = Event()
+    beside.thread.submit(goes_on.set)
+    assert goes_on.wait(5), "it is the verifier's thread"
 
 
 @pytest.mark.parametrize("beside", [None, Beside()])

@@ -6,13 +6,14 @@ import asyncio
 import gc
 import weakref
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 
 from outrider.base.aio import until
 from outrider.multiplex.frames import MESSAGE_COST, PART_BYTES, WINDOW_BYTES
-from outrider.multiplex.server import CallContext, CoordinatorSessions, Handler, MultiplexedHandler
+from outrider.multiplex.server import CoordinatorSessions, Handler, MultiplexedHandler
 from outrider.protocol.errors import InvalidRequest
 from outrider.security.api_keys import ApiKeys
 from outrider.settings.verifier import VerifierSettings
@@ -30,7 +31,8 @@ def opened(number: int) -> pb.SessionFrame:
 
 
 def make_sessions(handler: Handler, **limits: float) -> CoordinatorSessions:
-    return CoordinatorSessions(handler, bytes, lambda: True, VerifierSettings(**limits))  # type: ignore[arg-type]
+    settings = VerifierSettings(**limits)  # type: ignore[arg-type]
+    return CoordinatorSessions(MultiplexedHandler(handler, bytes, ApiKeys(), settings), None)
 
 
 async def received(sessions: CoordinatorSessions, *frames: pb.SessionFrame) -> None:
@@ -190,7 +192,7 @@ async def test_a_shared_stream_ends_with_its_last_session_when_the_worker_leaves
         await asyncio.Event().wait()
 
     async def serve() -> None:
-        async for _ in handler.serve(batches(), CallContext(())):  # type: ignore[arg-type]
+        async for _ in handler.serve(batches(), SimpleNamespace(invocation_metadata=tuple)):  # type: ignore[arg-type]
             pass
 
     serving = asyncio.create_task(serve())

@@ -244,3 +244,29 @@ def test_a_worker_that_ends_no_stream_is_found_out(monkeypatch: pytest.MonkeyPat
     late = pb.SessionFrames(frames=[pb.SessionFrame(stream=1, payload=b"x")])
     with pytest.raises(InvalidRequest, match="not ended"):
         shared._receive(late)
+
+
+async def test_messages_that_are_delivered_come_in_order_and_are_confirmed_until_one_raises() -> None:
+    receiver, frames = make_stream()
+    taken_messages: list[bytes] = []
+
+    def take(message: bytes) -> None:
+        if message == b"bad":
+            raise ValueError("no message")
+        taken_messages.append(message)
+
+    receiver.receive(pb.SessionFrame(stream=1, payload=b"early"))
+    receiver.deliver_to(take)
+    reading = asyncio.ensure_future(receiver.read())
+    await asyncio.sleep(0)
+    for number in range(40):
+        receiver.receive(pb.SessionFrame(stream=1, payload=b"%d" % number))
+        for frame in await taken(frames) if number == 20 else ():
+            assert frame.credit >= WINDOW_BYTES // 2
+    assert taken_messages == [b"early", *(b"%d" % number for number in range(40))]
+    assert not reading.done()
+    for message in (b"bad", b"late"):
+        receiver.receive(pb.SessionFrame(stream=1, payload=message))
+    with pytest.raises(ValueError, match="no message"):
+        await reading
+    assert b"late" not in taken_messages

@@ -1,0 +1,80 @@
+"""Steps of a loop: one at a time, in the context of the loop, and an error ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextvars import ContextVar
+
+import pytest
+
+from outrider.base.step_loop import Step, StepLoop, StepThread
+
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+
+
+class Doubling(StepLoop):
+    """Doubles the numbers that it has, all of them in one step."""
+
+    def __init__(self) -> None:
+        super().__init__(StepThread("doubling"))
+        self.numbers: list[int] = []
+        self.results: list[tuple[list[int], str]] = []
+        self.released = threading.Event()
+        self.taken = asyncio.Event()
+
+    def compose(self) -> Step | None:
+        given, self.numbers = self.numbers, []
+        return (lambda: self._double(given), self._take) if given else None
+
+    def _double(self, given: list[int]) -> list[int]:
+        assert self.released.wait(5)
+        return [2 * number for number in given if number or 1 / number]
+
+    def _take(self, result: list[int] | None, error: Exception | None) -> None:
+        if result is None:
+            raise ValueError("a step failed") from error
+        self.results.append((result, CALLER.get()))
+        self.taken.set()
+
+
+async def test_what_comes_during_a_step_is_in_the_next_one() -> None:
+    loop = Doubling()
+    running = asyncio.create_task(loop.run())
+    await asyncio.sleep(0.01)
+    CALLER.set("a session")
+    for number in (1, 2, 3):
+        loop.numbers.append(number)
+        loop.wake_now()
+    loop.wake()
+    loop.released.set()
+    while len(loop.results) < 2:
+        loop.taken.clear()
+        await asyncio.wait_for(loop.taken.wait(), 5)
+    assert loop.results == [([2], ""), ([4, 6], "")], "not with the log fields of the session that has woken it"
+    running.cancel()
+    loop.thread.stop()
+
+
+async def test_it_wakes_at_the_earliest_of_several_times() -> None:
+    loop = Doubling()
+    loop.released.set()
+    running = asyncio.create_task(loop.run())
+    await asyncio.sleep(0)
+    loop.wake_in(60.0)
+    loop.wake_in(0.01)
+    loop.wake_in(30.0)
+    loop.numbers.append(4)
+    await asyncio.wait_for(loop.taken.wait(), 5)
+    assert loop.results[0][0] == [8]
+    running.cancel()
+    loop.thread.stop()
+
+
+async def test_an_error_of_what_takes_a_result_ends_it() -> None:
+    loop = Doubling()
+    loop.released.set()
+    loop.numbers.append(0)
+    with pytest.raises(ValueError, match="a step failed"):
+        await asyncio.wait_for(loop.run(), 5)
+    loop.thread.stop()
