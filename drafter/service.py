@@ -14,7 +14,8 @@ from drafter.loop import DraftingLoop
 from drafter.methods.registry import make
 from drafter.session import DraftOpening, DraftSession
 from outrider.base.aio import background, first_message
-from outrider.multiplex.server import Context, DirectCall, MultiplexedHandler
+from outrider.multiplex.direct_call import Context, DirectCall
+from outrider.multiplex.server import MultiplexedHandler
 from outrider.observability.metrics import DrafterMetrics
 from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan

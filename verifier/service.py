@@ -12,7 +12,8 @@ import grpc
 
 from outrider.base.aio import Call, background, first_message
 from outrider.base.config import KV_TOKENS
-from outrider.multiplex.server import Context, DirectCall, MultiplexedHandler
+from outrider.multiplex.direct_call import Context, DirectCall
+from outrider.multiplex.server import MultiplexedHandler
 from outrider.observability.metrics import VerifierMetrics
 from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan

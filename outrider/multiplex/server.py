@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from contextvars import copy_context
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -14,6 +12,7 @@ import structlog
 
 from outrider.base.aio import Call, background, cancel_all
 from outrider.base.config import Settings
+from outrider.multiplex.direct_call import DirectCall
 from outrider.multiplex.frames import FrameQueue
 from outrider.multiplex.stream import MultiplexedStream, check_batch, check_window
 from outrider.protocol import convert
@@ -25,39 +24,6 @@ from outrider.v1 import multiplex_pb2 as pb
 log = structlog.get_logger(__name__)
 
 Handler = Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class DirectCall:
-    """Call of a session in a shared stream. It hands messages over at once, where a task would have to wake."""
-
-    headers: tuple[tuple[str, str], ...]
-    stream: MultiplexedStream
-    frames: FrameQueue
-    decode: Callable[[bytes], Any]
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return self.headers
-
-    def ready(self) -> bool:
-        """Return whether the peer reads fast enough for another reply."""
-        return not (self.stream.num_unsent or self.frames.is_behind)
-
-    def send(self, reply: Any) -> None:
-        self.stream.send(reply.SerializeToString())
-
-    async def requests(self) -> AsyncIterator[Any]:
-        while (data := await self.stream.read()) is not None:
-            yield self.decode(data)
-
-    async def deliver(self, take: Callable[[Any], None]) -> None:
-        """Call `take` with each request as it comes, in this context, until the peer's end; raise its error."""
-        context = copy_context()
-        self.stream.deliver_to(lambda data: context.run(take, self.decode(data)))
-        await self.stream.read()
-
-
-Context = Call | DirectCall  # of a session's call: a gRPC stream of its own, or within a shared one
 
 
 class MultiplexedHandler:

@@ -16,7 +16,8 @@ import grpc
 from outrider.base.aio import Call, cancel_all, critical_task
 from outrider.base.config import WorkerSettings
 from outrider.base.endpoint import ANY_HOST, bracketed, split
-from outrider.multiplex.server import Context, DirectCall, MultiplexedHandler
+from outrider.multiplex.direct_call import Context, DirectCall
+from outrider.multiplex.server import MultiplexedHandler
 from outrider.observability.metrics import Metrics
 from outrider.observability.metrics_server import MetricsServer
 from outrider.observability.tracing import Tracing

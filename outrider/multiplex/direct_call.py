@@ -1,0 +1,45 @@
+"""Direct calls: sessions in a shared stream hand their messages over at once, without a task that has to wake."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.base.aio import Call
+from outrider.multiplex.frames import FrameQueue
+from outrider.multiplex.stream import MultiplexedStream
+
+
+@dataclass(frozen=True, slots=True)
+class DirectCall:
+    """Call of a session in a shared stream."""
+
+    headers: tuple[tuple[str, str], ...]
+    stream: MultiplexedStream
+    frames: FrameQueue
+    decode: Callable[[bytes], Any]
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self.headers
+
+    def ready(self) -> bool:
+        """Return whether the peer reads fast enough for another reply."""
+        return not (self.stream.num_unsent or self.frames.is_behind)
+
+    def send(self, reply: Any) -> None:
+        self.stream.send(reply.SerializeToString())
+
+    async def requests(self) -> AsyncIterator[Any]:
+        while (data := await self.stream.read()) is not None:
+            yield self.decode(data)
+
+    async def deliver(self, take: Callable[[Any], None]) -> None:
+        """Call `take` with each request as it comes, in this context, until the peer's end; raise its error."""
+        context = copy_context()
+        self.stream.deliver_to(lambda data: context.run(take, self.decode(data)))
+        await self.stream.read()
+
+
+Context = Call | DirectCall  # of a session's call: a gRPC stream of its own, or within a shared one
