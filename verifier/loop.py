@@ -137,14 +137,15 @@ class VerificationLoop(StepLoop):
         return None
 
     def _take_step(
-        self, batch: Sequence[ScheduledSession], started: float, step: VerifyStep | None, error: Exception | None
+        self, batch: Sequence[ScheduledSession], started: float, step: VerifyStep | None, error: BaseException | None
     ) -> None:
-        if isinstance(error, TargetFailed):
-            self._fail(error)
-            raise error
         if step is not None:
             self._commit(batch, step, started)
             return
+        if isinstance(error, TargetFailed):
+            self._fail(error)
+        if error is not None and (isinstance(error, TargetFailed) or not isinstance(error, Exception)):
+            raise error
         # A failing step must not end sessions that are not in it.
         log.error("verification step failed", session_ids=[item.session.id for item in batch], exc_info=error)
         for item in batch:

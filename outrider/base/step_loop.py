@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any
 
 # What the thread computes, and what takes its result or its error.
-Step = tuple[Callable[[], Any], Callable[[Any, Exception | None], None]]
+Step = tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]
 
 
 class StepThread(Thread):
@@ -29,6 +29,7 @@ class StepThread(Thread):
     def run(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
+            del work  # it has the sessions of its step
 
     def stop(self) -> None:
         """End the thread after all that was submitted."""
@@ -77,13 +78,13 @@ class StepLoop(ABC):
 
     def _turn(self, ended: asyncio.Future[None], take: Callable[[], None] = lambda: None) -> None:
         """Take what came of a step, if any, and begin the next one."""
+        if ended.done():
+            return
         self._idle = False
         try:
-            if ended.done():
-                return
             take()
             step = self.compose()
-        except Exception as error:
+        except BaseException as error:
             ended.set_exception(error)
             return
         self._idle = step is None
@@ -94,7 +95,7 @@ class StepLoop(ABC):
         compute, take = step
         try:
             taken = partial(take, compute(), None)
-        except Exception as error:
+        except BaseException as error:  # such as a panic in Rust: a thread that ends would leave the loop waiting
             taken = partial(take, None, error)
         if not self._events.is_closed():
             self._events.call_soon_threadsafe(self._turn, ended, taken, context=self._context)

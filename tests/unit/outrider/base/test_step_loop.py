@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from contextvars import ContextVar
 
 import pytest
 
+from outrider.base.aio import until
 from outrider.base.step_loop import Step, StepLoop, StepThread
 
 CALLER: ContextVar[str] = ContextVar("caller", default="")
@@ -78,3 +80,48 @@ async def test_an_error_of_what_takes_a_result_ends_it() -> None:
     with pytest.raises(ValueError, match="a step failed"):
         await asyncio.wait_for(loop.run(), 5)
     loop.thread.stop()
+
+
+class PanicException(BaseException):
+    """What Rust code raises in a panic: no Exception."""
+
+
+async def test_a_panic_in_a_step_ends_it_and_leaves_the_thread() -> None:
+    class Panicking(Doubling):
+        def _double(self, given: list[int]) -> list[int]:
+            raise PanicException
+
+    loop = Panicking()
+    loop.numbers.append(1)
+    with pytest.raises(ValueError, match="a step failed"):
+        await asyncio.wait_for(loop.run(), 5)
+    goes_on = threading.Event()
+    loop.thread.submit(goes_on.set)
+    assert goes_on.wait(5)
+    loop.thread.stop()
+
+
+async def test_a_panic_on_the_event_loop_ends_it() -> None:
+    class Panicking(Doubling):
+        def compose(self) -> Step | None:
+            raise PanicException
+
+    loop = Panicking()
+    with pytest.raises(PanicException):
+        await asyncio.wait_for(loop.run(), 5)
+    loop.thread.stop()
+
+
+async def test_an_idle_thread_keeps_nothing_of_the_last_step() -> None:
+    class Batch:
+        def compute(self) -> None:
+            """Do what a step does."""
+
+    thread = StepThread("idle")
+    thread.start()
+    batch = Batch()
+    held = weakref.ref(batch)
+    thread.submit(batch.compute)
+    del batch
+    assert await until(lambda: held() is None, 5)
+    thread.stop()
