@@ -28,7 +28,7 @@ _SMOOTHING = 0.1
 _RETRY_AFTER_MS = 1_000
 
 Requests = dict[DraftSession, DraftRequest]
-Guesses = dict[DraftSession, Guess]
+Guesses = dict[DraftSession, Guess | Exception]
 
 
 class DraftingLoop(StepLoop):
@@ -45,7 +45,6 @@ class DraftingLoop(StepLoop):
         self._beside = beside
         self._sessions: dict[str, DraftSession] = {}
         self._closed: list[DraftSession] = []
-        self._alone: list[tuple[DraftSession, DraftRequest]] = []  # of a step that failed
         self._calibrations: dict[bool, Calibration] = {}  # key: whether the session is greedy
         self._step_ms = DecayedMean(_SMOOTHING, 0.0)
         self._shares = DraftingShares()
@@ -91,34 +90,41 @@ class DraftingLoop(StepLoop):
         for session in self._closed:
             self._drafter.forget(session.key)
         self._closed.clear()
+        sessions = self._shares.next_step(self._sessions) if len(self._sessions) > FEW else self._sessions
         requests: Requests = {}
-        while self._alone and not requests:
-            session, request = self._alone.pop()
-            requests = {} if session.closed else {session: request}
-        if not requests:
-            sessions = self._shares.next_step(self._sessions) if len(self._sessions) > FEW else self._sessions
-            for session in sessions.values():
-                if (wanted := session.next_request()) is not None:
-                    requests[session] = wanted
+        for session in sessions.values():
+            if (wanted := session.next_request()) is not None:
+                requests[session] = wanted
         if not requests:
             return None
         return partial(self._draft, requests), partial(self._take_step, requests, time.perf_counter())
 
     def _draft(self, requests: Requests) -> Guesses:
-        return dict(zip(requests, self._drafter.draft([*requests.values()]), strict=True))
+        """Return the guesses. If the step fails, each session drafts alone, and those that fail alone have errors."""
+        try:
+            return dict(zip(requests, self._drafter.draft([*requests.values()]), strict=True))
+        except Exception as error:
+            if type(error).__name__ == "AcceleratorError":  # of torch; it is sticky: the process ends
+                raise
+            if len(requests) == 1:
+                return dict.fromkeys(requests, error)
+        return {session: self._draft({session: request})[session] for session, request in requests.items()}
 
-    def _take_step(self, requests: Requests, started: float, guesses: Guesses | None, error: Exception | None) -> None:
-        """Add the guesses. If the step has failed, each session drafts alone, and those that fail alone are closed."""
-        if guesses is not None:
-            self._add(requests, [*guesses.values()], time.perf_counter() - started)
-        elif error is not None and type(error).__name__ == "AcceleratorError":  # of torch; it is sticky
-            raise error
-        elif len(requests) > 1:
-            self._alone = list(requests.items())
-        else:
-            for session in requests:
-                log.error("drafting failed, session closed", session=session.id, error=str(error), exc_info=error)
-                self.close(session, InvalidRequest(f"drafting for it failed: {type(error).__name__}"))
+    def _take_step(
+        self, requests: Requests, started: float, drafted: Guesses | None, error: BaseException | None
+    ) -> None:
+        if drafted is None:
+            raise error or AssertionError("a step has a result or an error")
+        guesses: dict[DraftSession, Guess] = {}
+        for session, guess in drafted.items():
+            if not isinstance(guess, Exception):
+                guesses[session] = guess
+                continue
+            log.error("drafting failed, session closed", session=session.id, error=str(guess), exc_info=guess)
+            self.close(session, InvalidRequest(f"drafting for it failed: {type(guess).__name__}"))
+        if guesses:
+            drafting = {session: requests[session] for session in guesses}
+            self._add(drafting, [*guesses.values()], time.perf_counter() - started)
 
     def stop(self) -> None:
         self.drain()
