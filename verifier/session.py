@@ -191,7 +191,8 @@ class VerifySession:
         verdict.remaining_depth = self.tree.depth
         if self.direct is not None and self.direct(verdict):
             verdict = replace(verdict, hidden_states=None)
-        if self._next_reply is None and self.outbox.empty() and self.ready():
+        ends = verdict.finish_reason is not FinishReason.NONE  # by the task: it waits until the peer has room for it
+        if not ends and self._next_reply is None and self.outbox.empty() and self.ready():
             self.send(verdict)
         else:
             self.outbox.put_nowait(verdict)

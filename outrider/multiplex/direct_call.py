@@ -35,11 +35,10 @@ class DirectCall:
         while (data := await self.stream.read()) is not None:
             yield self.decode(data)
 
-    async def deliver(self, take: Callable[[Any], None]) -> None:
-        """Call `take` with each request as it comes, in this context, until the peer's end; raise its error."""
+    def deliver(self, take: Callable[[Any], None]) -> None:
+        """Call `take` with each request as it comes, in this context. `requests` then raises its error, or ends."""
         context = copy_context()
         self.stream.deliver_to(lambda data: context.run(take, self.decode(data)))
-        await self.stream.read()
 
 
 Context = Call | DirectCall  # of a session's call: a gRPC stream of its own, or within a shared one

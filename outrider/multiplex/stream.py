@@ -90,6 +90,7 @@ class MultiplexedStream:
         self._unsent.clear()
         self._unread.clear()
         self._parts.clear()
+        self._take = None  # it has the session, which has the stream: collections are rare
         end = self._frames.add(self.number, len(details.encode()) + len(error)).end
         end.status, end.details, end.error = code.value[0], details, error
         self._wake()

@@ -132,7 +132,8 @@ class WorkerService:
         """Apply a peer's messages until it ends its side or one is invalid, and close the session."""
         try:
             if isinstance(context, DirectCall):
-                await context.deliver(apply)
+                context.deliver(apply)
+                self._worker_loop.wake()  # for what has come before
             async for request in requests:
                 apply(request)
                 self._worker_loop.wake()

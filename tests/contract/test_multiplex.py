@@ -193,6 +193,22 @@ async def test_a_session_has_at_most_32_messages_on_their_way(
         assert len(await read_all(stalled)) == 1500, "one after the other, as they are read"
 
 
+async def test_a_last_verdict_beyond_the_window_waits_until_there_is_room(
+    loaded: LoadedModel, tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as any other, not as long as a verifier waits for its peer to close."""
+    monkeypatch.setattr("verifier.service.PEER_CLOSE_TIMEOUT_S", 0.2)
+    async with verifier_serving(loaded, tmp_path, write_timeout_s=30.0) as address, sharing(address) as shared:
+        streams = [await shared.verify() for _ in range(3)]
+        for max_tokens, stream in enumerate(streams, start=31):  # and the message before them, of the opening
+            await stream.send_open(prompt, session_id=f"{max_tokens}", max_tokens=max_tokens)
+            assert await soon(lambda full=stream: len(full.call.raw._unread) == 32, 10)  # type: ignore[misc]
+        await asyncio.sleep(0.6)
+        for max_tokens, stream in enumerate(streams, start=31):
+            assert (await stream.call.read()).HasField("opened")
+            assert len(await read_all(stream)) == max_tokens
+
+
 @pytest.mark.parametrize("plain_steps", [8, None])
 async def test_plain_steps_share_a_verdict_while_a_coordinator_is_behind(
     verifier: str, prompt: list[int], plain_steps: int | None
@@ -487,4 +503,26 @@ async def test_drafts_of_one_stream(prompt: list[int]) -> None:
         for call in calls:
             call.cancel()
         assert await soon(lambda: shared.num_open == 0, 5)
+        await shared.calls.close()
+
+
+async def test_steering_that_comes_together_with_an_opening_is_drafted_for() -> None:
+    """No later frame of the coordinator, such as the answer of a ping, is needed for that."""
+    async with drafter_serving(kind="ngram") as address, grpc.aio.insecure_channel(address) as channel:
+        shared = Shared(channel, "Drafter", draft.DraftReply.FromString)
+        open_draft = draft.OpenDraft(
+            epoch=1,
+            tokens=[5, 6, 7, 8] * 4,
+            prompt_length=4,
+            params=common.SamplingParams(seed=1, max_tokens=64, temperature=0.0),
+            steer=draft.DraftSteering(gamma=0),
+            vocab_size=100,
+        )
+        for number in range(4):
+            call = await shared.start()
+            open_draft.session_id = f"s{number}"
+            await call.write(draft.DraftRequest(open=open_draft))
+            await call.write(draft.DraftRequest(steer=draft.DraftSteering(gamma=4)))
+            assert (await call.read()).WhichOneof("message") == "opened"
+            assert list((await asyncio.wait_for(call.read(), 5)).guess.tokens) == [5, 6, 7, 8]
         await shared.calls.close()

@@ -13,7 +13,7 @@ import grpc
 
 from outrider.base.aio import until
 from outrider.multiplex.frames import MESSAGE_COST, PART_BYTES, WINDOW_BYTES
-from outrider.multiplex.server import CoordinatorSessions, Handler, MultiplexedHandler
+from outrider.multiplex.server import CoordinatorSessions, DirectCall, Handler, MultiplexedHandler
 from outrider.protocol.errors import InvalidRequest
 from outrider.security.api_keys import ApiKeys
 from outrider.settings.verifier import VerifierSettings
@@ -92,6 +92,30 @@ async def test_a_session_that_fails_leaves_nothing_to_the_collector_of_garbage()
         await received(sessions, opened(1))
         assert await until(lambda: bool(held) and not sessions._running, 5)
         assert [error() for error in held] == [None]
+    finally:
+        gc.enable()
+
+
+async def test_a_session_whose_messages_are_delivered_leaves_nothing_to_the_collector_of_garbage() -> None:
+    class Session:
+        def __init__(self, call: DirectCall) -> None:
+            self.send = call.send
+            self.taken: list[bytes] = []
+
+    held: list[weakref.ref[Session]] = []
+
+    async def delivering(requests: AsyncIterator[Any], context: DirectCall) -> AsyncIterator[Any]:
+        session = Session(context)
+        held.append(weakref.ref(session))
+        context.deliver(lambda message: session.taken.append(message))
+        yield b"opened"
+
+    gc.disable()
+    try:
+        sessions = make_sessions(delivering)
+        await received(sessions, opened(1), pb.SessionFrame(stream=1, payload=b"x"))
+        assert await until(lambda: bool(held) and not sessions._running, 5)
+        assert [session() for session in held] == [None]
     finally:
         gc.enable()
 
