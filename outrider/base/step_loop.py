@@ -6,6 +6,7 @@ It runs in callbacks: a task would wait for another turn of the event loop at ea
 from __future__ import annotations
 
 import asyncio
+import atexit
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextvars import copy_context
@@ -25,6 +26,7 @@ class StepThread(Thread):
         super().__init__(name=name, daemon=True)
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self.submit = self._queue.put
+        atexit.register(self.stop)  # torch aborts a process that ends in the middle of a step
 
     def run(self) -> None:
         while (work := self._queue.get()) is not None:

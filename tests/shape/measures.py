@@ -32,7 +32,7 @@ _APART: dict[str, tuple[Sequence[str], int]] = {
     "lines of limits per model": (("coordinator/admission/model_limits.py",), 110),
     "lines of priorities and deadlines": (("coordinator/admission/waiting/",), 370),
     "lines of placement": (("coordinator/placement/",), 160),
-    "lines of direct hand-over": (("outrider/base/step_loop.py", "multiplex/direct_call.py"), 145),
+    "lines of direct hand-over": (("outrider/base/step_loop.py", "multiplex/direct_call.py"), 147),
     "lines of multiplexed streams": ((_MULTIPLEX,), 760),
     "lines of Triton kernels": (("outrider/speculation/triton_", "outrider/engine/cuda/triton_"), 300),
     "lines of kinds of text": (("coordinator/sessions/text_kinds/",), 170),

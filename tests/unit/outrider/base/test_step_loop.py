@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import weakref
 from contextvars import ContextVar
@@ -125,3 +127,16 @@ async def test_an_idle_thread_keeps_nothing_of_the_last_step() -> None:
     del batch
     assert await until(lambda: held() is None, 5)
     thread.stop()
+
+
+def test_a_process_that_ends_waits_for_the_step_that_is_computed() -> None:
+    """Without a stop, as after an error: torch would abort the process."""
+    lines = (
+        "import time",
+        "from outrider.base.step_loop import StepThread",
+        "thread = StepThread('ending')",
+        "thread.start()",
+        "thread.submit(lambda: (time.sleep(0.3), print('computed', flush=True)))",
+    )
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stdout) == (0, "computed\n")
