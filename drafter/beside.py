@@ -24,5 +24,4 @@ def build(
     own = settings.model_dump(include=_SHARED, exclude_defaults=True)
     own |= {"threads": max(1, (settings.threads or torch.get_num_threads()) // 2)}  # the others send what was committed
     own |= {"metrics_port": settings.metrics_port + 1} if settings.metrics_port else {}
-    chosen = DrafterSettings(**own, kind=kind, model=model, target=target)
-    return prepared(chosen, progress, verifier)
+    return prepared(DrafterSettings(**own, kind=kind, model=model, target=target), progress, verifier)

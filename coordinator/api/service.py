@@ -57,7 +57,7 @@ class CoordinatorService(rpc.OutriderServicer):
     def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
         self._settings = settings
         self.credentials = Credentials(settings)
-        self.api_keys = self.credentials.keys("api_keys")
+        self.api_keys = self.credentials.keys["api_keys"]
         self.fleet = FleetKeys.of(self.credentials)
         # The drafter key allows only registration.
         registering = self.fleet.verifiers | self.fleet.drafters

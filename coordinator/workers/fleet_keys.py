@@ -29,8 +29,8 @@ class FleetKeys:
     @classmethod
     def of(cls, credentials: Credentials) -> Self:
         """Return the keys; raise StartupError for keys that protect only a part of the services."""
-        verifiers, drafters = credentials.keys("fleet_key"), credentials.keys("drafter_key")
-        for name, keys in (("api_keys are", credentials.keys("api_keys")), ("drafter_key is", drafters)):
+        verifiers, drafters = credentials.keys["fleet_key"], credentials.keys["drafter_key"]
+        for name, keys in (("api_keys are", credentials.keys["api_keys"]), ("drafter_key is", drafters)):
             if keys and not verifiers:
                 raise StartupError(
                     f"{name} given without fleet_key: any process could register as a worker and read "

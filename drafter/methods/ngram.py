@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 
 from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
@@ -65,13 +66,9 @@ class NgramDrafter:
         start = index.find(request.tokens)
         if start is None or not request.room:
             return request.chain(done=True)
-        tokens: list[int] = []
-        for i in range(request.room):
-            # Beyond the end of the text, the copy continues with its own tokens: a loop stays a loop.
-            source = start + i
-            copied = source - len(request.tokens)
-            tokens.append(request.tokens[source] if copied < 0 else tokens[copied])
-        guess = request.allowed(request.chain(tokens))
+        # Beyond the end of the text, the copy continues with its own tokens: a loop stays a loop.
+        copied = islice(cycle(request.tokens[start : start + request.room]), request.room)
+        guess = request.allowed(request.chain([*copied]))
         return replace(guess, expected=sum(_ACCEPTANCE**i for i in range(1, len(request.new_tokens(guess)) + 1)))
 
     def forget(self, session: str) -> None:

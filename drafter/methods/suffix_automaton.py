@@ -124,8 +124,7 @@ class Automaton:
 
     def continuations(self, place: Place, max_options: int) -> list[tuple[int, int]]:
         """Return the next tokens with their counts; only the most frequent if there are more than `max_options`."""
-        state = place[0]
-        options = self._transitions.several(state)
+        options = self._transitions.several(place[0])
         if not options or len(options) > max_options:
             token, count, _ = self.most_frequent(place)
             return [(token, count)] if count else []

@@ -32,7 +32,7 @@ class MetricsServer:
 
     def __init__(self, metrics: Metrics, settings: WorkerSettings, credentials: Credentials) -> None:
         self._host, self._port = settings.host, settings.metrics_port
-        self._app = _with_key_check(make_wsgi_app(metrics.registry), credentials.keys("metrics_key"))
+        self._app = _with_key_check(make_wsgi_app(metrics.registry), credentials.keys["metrics_key"])
         if settings.metrics_tls and credentials.tls is None:
             raise StartupError("metrics_tls needs tls_cert and tls_key", field="metrics_tls", limit="a certificate")
         self._tls = credentials if settings.metrics_tls else None

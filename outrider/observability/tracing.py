@@ -86,8 +86,7 @@ class _Recorded(Span):
     def child(self, name: str, attributes: Attributes) -> Span:
         from opentelemetry.trace import SpanKind
 
-        span = self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes)
-        return _Recorded(span, self._tracer)
+        return _Recorded(self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes), self._tracer)
 
     def carrier(self) -> dict[str, str]:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -141,8 +140,7 @@ class _Exported(Tracing):
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         parent = TraceContextTextMapPropagator().extract(carrier, Context())
-        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)
-        return _Recorded(span, self._tracer)
+        return _Recorded(self._tracer.start_span(name, parent, SpanKind.SERVER, attributes), self._tracer)
 
     async def close(self) -> None:
         # The thread is abandoned if the collector does not answer.

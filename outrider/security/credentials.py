@@ -54,29 +54,23 @@ class _Watched:
 
 
 class Credentials:
-    """Current keys and certificates. The `ApiKeys` that `keys` returns are updated in place."""
+    """Current keys and certificates. The `ApiKeys` in `keys` are updated in place."""
 
     def __init__(self, settings: Settings) -> None:
         """Raise StartupError for a file that cannot be used."""
         self._settings = settings
         self._watched: list[_Watched] = []
-        self._keys: dict[str, ApiKeys] = {}
+        self.keys: dict[str, ApiKeys] = {}  # by setting
         for name, value in settings:
             if isinstance(value, SecretStr):
-                self._keys[name] = self._watch_keys(name, value.get_secret_value())
+                self.keys[name] = self._read_keys(name, value.get_secret_value())
         files = [settings.tls_cert, settings.tls_key, "" if settings.tls_ca == SYSTEM else settings.tls_ca]
-        if given := [file for file in files if file]:
-            self._watch("tls_cert, tls_key, tls_ca", given, self._load_tls)
-        self._load_tls()
-
-    def keys(self, name: str) -> ApiKeys:
-        """Return the keys of a setting."""
-        return self._keys[name]
+        self._load("tls_cert, tls_key, tls_ca", [file for file in files if file], self._load_tls)
 
     @property
     def own_keys(self) -> ApiKeys:
         """Return the keys that this service shares with the fleet."""
-        return self._keys[self._settings.own_key[0]]
+        return self.keys[self._settings.own_key[0]]
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """Return credentials that answer each handshake with the certificate of that moment; None: plain text."""
@@ -104,16 +98,17 @@ class Credentials:
             for watched in self._watched:
                 await asyncio.to_thread(watched.look)
 
-    def _watch_keys(self, name: str, text: str) -> ApiKeys:
+    def _read_keys(self, name: str, text: str) -> ApiKeys:
         keys = ApiKeys()
-        if text.startswith("@"):
-            self._watch(name, [text[1:]], lambda: keys.replace_by(ApiKeys.parse(text, name)))
-        keys.replace_by(ApiKeys.parse(text, name))
+        files = [text[1:]] if text.startswith("@") else []
+        self._load(name, files, lambda: keys.replace_by(ApiKeys.parse(text, name)))
         return keys
 
-    def _watch(self, name: str, files: Sequence[str], load: Callable[[], None]) -> None:
-        """Watch files; call this before the first `load`, so that no change is missed."""
-        self._watched.append(_Watched(name, list(map(Path, files)), load))
+    def _load(self, name: str, files: Sequence[str], load: Callable[[], None]) -> None:
+        """Load a setting, and again when one of its files changes: they are read first, so that no change is missed."""
+        if files:
+            self._watched.append(_Watched(name, list(map(Path, files)), load))
+        load()
 
     def _load_tls(self) -> None:
         self.tls = Tls.of(self._settings)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
+from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, ROOT, Distribution, Guess, SourceTally
 
@@ -38,25 +39,22 @@ class Node:
 # Acceptance rates by rank before a session has data. Drafters send their likeliest guess first.
 _PRIOR_RATES = (0.7, 0.1, 0.05)
 _PRIOR_TRIALS = 8.0
-_RATE_DECAY = 0.99
+_RATE_WEIGHT = 0.01
 
 
 class SiblingRates:
     """The acceptance rates of the first guess for a position, of the second, and so on, with decay."""
 
     def __init__(self) -> None:
-        self._accepted = [rate * _PRIOR_TRIALS for rate in _PRIOR_RATES]
-        self._trials = [_PRIOR_TRIALS] * len(_PRIOR_RATES)
+        self._by_rank = [DecayedMean(_RATE_WEIGHT, rate, _PRIOR_TRIALS) for rate in _PRIOR_RATES]
 
     def __getitem__(self, rank: int) -> float:
-        rank = min(rank, len(self._accepted) - 1)
-        return self._accepted[rank] / self._trials[rank]
+        return self._by_rank[min(rank, len(self._by_rank) - 1)].value
 
     def record(self, siblings: int, accepted: int | None) -> None:
         """Record a commit at a position with `siblings` guesses: the rank of the accepted one, or None."""
-        for rank in range(min(siblings, len(self._accepted))):
-            self._trials[rank] = self._trials[rank] * _RATE_DECAY + 1.0
-            self._accepted[rank] = self._accepted[rank] * _RATE_DECAY + (1.0 if accepted == rank else 0.0)
+        for rank, rate in enumerate(self._by_rank[:siblings]):
+            rate.add(float(accepted == rank))
 
 
 # A parent node and the position after it.

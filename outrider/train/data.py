@@ -78,11 +78,10 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class DataProgress:
-    """The number of examples so far, and of generated tokens."""
+    """The number of examples so far."""
 
     done: int
     total: int
-    tokens: int
 
 
 def shipped(name: str) -> list[TrainingPrompt]:
@@ -162,17 +161,16 @@ class Dataset:
             file.write_text(json.dumps(self._described, indent=2))
         missing = [shard for shard in self._shards if not _is_complete(self._path(shard))]
         left = sum(len(self._indices(shard)) for shard in missing)
-        tokens, done = 0, dict[int, Example]()
-        progress(DataProgress(self.recipe.num_examples - left, self.recipe.num_examples, tokens))
+        done = dict[int, Example]()
+        progress(DataProgress(self.recipe.num_examples - left, self.recipe.num_examples))
         indices = (index for shard in missing for index in self._indices(shard))
         for index, example in _Generator(target, self.recipe, self._prompts).generate(indices):
             done[index] = example
-            tokens += len(example.tokens)
             shard = self._indices(index // SHARD_EXAMPLES)
             if all(other in done for other in shard):
                 _save(self._path(index // SHARD_EXAMPLES), [done.pop(other) for other in shard])
                 left -= len(shard)
-                progress(DataProgress(self.recipe.num_examples - left, self.recipe.num_examples, tokens))
+                progress(DataProgress(self.recipe.num_examples - left, self.recipe.num_examples))
 
     def examples(self) -> Iterator[Example]:
         """Yield all examples, in order."""
@@ -285,9 +283,8 @@ def _save(path: Path, examples: Sequence[Example]) -> None:
 def _load(path: Path) -> Iterator[Example]:
     try:
         with safe_open(path, "pt") as shard:
-            names = ("tokens", "lengths", "prompt_lengths", "features")
-            tokens, lengths, prompts, final = map(shard.get_tensor, names)
-            states = shard.get_tensor("states") if "states" in shard.keys() else final[:, :0]  # noqa: SIM118
+            names = ("tokens", "lengths", "prompt_lengths", "features", "states")
+            tokens, lengths, prompts, final, states = map(shard.get_tensor, names)
     except (OSError, SafetensorError) as error:
         raise StartupError(f"cannot read {path}: {error}; delete it to generate it again") from error
     at = row = 0

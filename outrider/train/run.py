@@ -177,8 +177,7 @@ def _data(
     order: TrainingOrder, prompts: Sequence[TrainingPrompt], held_out: Sequence[TrainingPrompt], watcher: Watcher
 ) -> tuple[ModelInfo, DataRecipe, list[Example], dict[str, list[Example]]]:
     """Return the target's description, the recipe, the examples, and the held-out ones by kind. Only this loads it."""
-    options = EngineOptions(device=order.device, prefix_tokens=0)
-    target = load_model(order.target, options, watcher.on_status)
+    target = load_model(order.target, EngineOptions(device=order.device, prefix_tokens=0), watcher.on_status)
     info = target.engine.info
     layers = state_layers(target.engine.state_shape[0]) if order.method in FORMATS else ()
 

@@ -162,7 +162,7 @@ async def test_a_bad_file_of_keys_changes_nothing(bad: str | None, tmp_path: Pat
     keys = tmp_path / "api-keys"
     keys.write_text("staying\n")
     given = Credentials(CoordinatorSettings(api_keys=f"@{keys}"))
-    held = given.keys("api_keys") | ApiKeys(["other"])
+    held = given.keys["api_keys"] | ApiKeys(["other"])
     with capture_logs() as logs:
         async with background(given.follow()):
             if bad is None:
@@ -175,7 +175,7 @@ async def test_a_bad_file_of_keys_changes_nothing(bad: str | None, tmp_path: Pat
             keys.write_text("coming\n")
             await read_again(logs, "api_keys")
             assert [held.allows(bearer(key)) for key in ("staying", "coming", "other")] == [False, True, True]
-            assert given.keys("api_keys").first == "coming"
+            assert given.keys["api_keys"].first == "coming"
     told = [entry for entry in logs if entry["log_level"] == "error"]
     assert len(told) == 1, "once"
     assert str(keys) in told[0]["error"] or "api_keys: key 1" in told[0]["error"]

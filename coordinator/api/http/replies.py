@@ -136,8 +136,7 @@ def plan_completion(
     body: CompletionBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], Replies[CompletionBody]]:
     """Return one input per prompt, each with its own seed if the body has none, and the formatter of replies."""
-    inputs = [input_of(body, it, target, settings) for it in body.prompts]
-    return inputs, CompletionReplies(body, target)
+    return [input_of(body, it, target, settings) for it in body.prompts], CompletionReplies(body, target)
 
 
 class CompletionReplies(Replies[CompletionBody]):

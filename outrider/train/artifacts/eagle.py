@@ -140,8 +140,7 @@ class Eagle(nn.Module):
     def from_weights(
         cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], target_weights: EmbeddingsAndHead
     ) -> Eagle:
-        ids = weights["ids"].long().to(target_weights.head.device)
-        eagle = cls(EagleShape(**shape), ids, target_weights)
+        eagle = cls(EagleShape(**shape), weights["ids"].long().to(target_weights.head.device), target_weights)
         for prefix, part in (("body.", eagle.body.model.layers), ("norm.", eagle.body.model.norm)):
             known = {name.removeprefix(prefix): w.float() for name, w in weights.items() if name.startswith(prefix)}
             part.load_state_dict(known)

@@ -31,8 +31,7 @@ class MedusaMethod:
         for head in range(len(self.module.heads)):
             chosen = interface.sample_positions(batch, generator, ahead=head)
             predicted = self.module.predict(batch.hidden_states[chosen], batch.tokens[chosen], head)
-            shifted = chosen.roll(head, dims=1)
-            target = self._drafted.probs(batch.wanted[shifted])
+            target = self._drafted.probs(batch.wanted[chosen.roll(head, dims=1)])
             total = total + _NEXT_HEAD_WEIGHT**head * interface.cross_entropy(target, self.module.logits(predicted))
         return total / sum(_NEXT_HEAD_WEIGHT**head for head in range(len(self.module.heads)))
 

@@ -78,7 +78,7 @@ async def test_key_and_certificate_are_read_again(tmp_path: Path, monkeypatch: p
     try:
         async with background(current.follow()):
             put("new")
-            assert await soon(lambda: current.keys("metrics_key").first == "new", 10)
+            assert await soon(lambda: current.keys["metrics_key"].first == "new", 10)
             assert await soon(lambda: current.tls is not None and current.tls.cert == cert.read_bytes(), 10)
         assert ssl.get_server_certificate(("127.0.0.1", given.metrics_port)).split() == cert.read_text().split()
         found = [scrape(given.metrics_port, shown, trusting) for shown in ("old", "new")]
