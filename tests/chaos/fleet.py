@@ -55,7 +55,6 @@ class Member(Process):
         self.http_port = 0
         self.links: list[EmulatedLink] = []
         self.clock: Clock | None = None
-        self.born = 0.0
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         preload = self.clock.environment if self.clock else {}
