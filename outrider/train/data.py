@@ -78,10 +78,11 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class DataProgress:
-    """The number of examples so far."""
+    """The number of examples so far, and of generated tokens."""
 
     done: int
     total: int
+    tokens: int
 
 
 def shipped(name: str) -> list[TrainingPrompt]:
@@ -161,16 +162,17 @@ class Dataset:
             file.write_text(json.dumps(self._described, indent=2))
         missing = [shard for shard in self._shards if not _is_complete(self._path(shard))]
         left = sum(len(self._indices(shard)) for shard in missing)
-        done = dict[int, Example]()
-        progress(DataProgress(self.recipe.num_examples - left, self.recipe.num_examples))
+        tokens, done = 0, dict[int, Example]()
+        progress(DataProgress(self.recipe.num_examples - left, self.recipe.num_examples, tokens))
         indices = (index for shard in missing for index in self._indices(shard))
         for index, example in _Generator(target, self.recipe, self._prompts).generate(indices):
             done[index] = example
+            tokens += len(example.tokens)
             shard = self._indices(index // SHARD_EXAMPLES)
             if all(other in done for other in shard):
                 _save(self._path(index // SHARD_EXAMPLES), [done.pop(other) for other in shard])
                 left -= len(shard)
-                progress(DataProgress(self.recipe.num_examples - left, self.recipe.num_examples))
+                progress(DataProgress(self.recipe.num_examples - left, self.recipe.num_examples, tokens))
 
     def examples(self) -> Iterator[Example]:
         """Yield all examples, in order."""
