@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessage
 
 from coordinator.api.http import replies
-from coordinator.api.http.agents import dialects, response_events
+from coordinator.api.http.agents import manners, response_events
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from outrider.protocol.errors import InvalidRequest
@@ -169,8 +169,8 @@ async def test_only_allowed_tools_are_called(api: AsyncOpenAI, mode: str) -> Non
 
 async def test_the_form_of_calls_is_found_once(api: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request with an idempotency key read the chat template twice."""
-    found, find = list[str](), dialects.dialect_of
-    monkeypatch.setattr(dialects, "dialect_of", lambda *given: (found.append("it"), find(*given))[1])
+    found, find = list[str](), manners.dialect_of
+    monkeypatch.setattr(manners, "dialect_of", lambda *given: (found.append("it"), find(*given))[1])
     for _ in range(2):
         body = ONE | {"seed": 5, "extra_headers": {"Idempotency-Key": "one-form"}}
         check((await api.chat.completions.create(**body)).choices[0].message)

@@ -9,7 +9,7 @@ from typing import Any
 
 from coordinator.api.http import responses
 from coordinator.api.http.agents.bodies import ChatBody, lenient
-from coordinator.api.http.agents.dialects import chat_of, manner_of
+from coordinator.api.http.agents.manners import chat_of, manner_of
 from coordinator.api.http.agents.parser import Parser, PartKind
 from coordinator.api.http.answer import input_of
 from coordinator.api.http.bodies import ChatOptions

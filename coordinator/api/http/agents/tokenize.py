@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from coordinator.admission.model_limits import limits_of
 from coordinator.api.http.agents.bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
-from coordinator.api.http.agents.dialects import chat_of, manner_of
+from coordinator.api.http.agents.manners import chat_of, manner_of
 from coordinator.api.http.bodies import read_body
 from coordinator.api.preprocess import admission, prompt_tokens
 from coordinator.sessions.session_manager import SessionManager

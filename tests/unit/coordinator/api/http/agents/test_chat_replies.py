@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.calls.forms import HERMES
-from coordinator.api.http.agents.dialects import TextManner
+from coordinator.api.http.agents.manners import TextManner
 from coordinator.api.http.agents.replies import ChatReplies
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.output import SessionOutput

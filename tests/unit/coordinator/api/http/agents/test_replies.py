@@ -12,8 +12,8 @@ from tokenizers import AddedToken
 
 from coordinator.api.http.agents.bodies import ChatBody, Function
 from coordinator.api.http.agents.calls.forms import HERMES, Dialect
-from coordinator.api.http.agents.dialects import HARMONY, HarmonyManner, TextManner, manner_of
 from coordinator.api.http.agents.gpt_oss.harmony import HarmonyParser
+from coordinator.api.http.agents.manners import HARMONY, HarmonyManner, TextManner, manner_of
 from coordinator.api.http.agents.parser import AnswerParser, Parser, PartKind
 from coordinator.api.http.agents.replies import chat_input
 from coordinator.api.http.agents.response_bodies import ResponsesBody

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from coordinator.api.http import streams
 from coordinator.api.http.agents import response_events
 from coordinator.api.http.agents.calls.forms import HERMES
-from coordinator.api.http.agents.dialects import HARMONY, HarmonyManner, TextManner
+from coordinator.api.http.agents.manners import HARMONY, HarmonyManner, TextManner
 from coordinator.api.http.agents.parser import Parser
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.agents.response_events import ResponseReplies

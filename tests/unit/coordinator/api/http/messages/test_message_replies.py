@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.calls.forms import HERMES
-from coordinator.api.http.agents.dialects import TextManner
+from coordinator.api.http.agents.manners import TextManner
 from coordinator.api.http.messages import replies
 from coordinator.api.http.messages.replies import MessageReplies
 from coordinator.sessions.detokenizer import TextStream

@@ -8,9 +8,9 @@ import pytest
 
 from coordinator.api.http.agents.calls import forms
 from coordinator.api.http.agents.calls.forms import Dialect, dialect_of
-from coordinator.api.http.agents.dialects import chat_of, manner_of
+from coordinator.api.http.agents.manners import chat_of, manner_of
 from outrider.settings.tool_parsers import ToolParser
-from tests.unit.coordinator.api.http.agents.test_dialects import chat, rendered, target_of
+from tests.unit.coordinator.api.http.agents.test_manners import chat, rendered, target_of
 
 HEAD = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.role != 'assistant' %}"

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.dialects import HARMONY, chat_of, manner_of
 from coordinator.api.http.agents.gpt_oss.harmony import MARKS, HarmonyParser
+from coordinator.api.http.agents.manners import HARMONY, chat_of, manner_of
 from coordinator.api.http.agents.parser import Part, PartKind
 from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest

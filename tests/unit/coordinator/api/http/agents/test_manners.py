@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.calls.forms import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, Dialect
-from coordinator.api.http.agents.dialects import TextManner, chat_of, manner_of
+from coordinator.api.http.agents.manners import TextManner, chat_of, manner_of
 from coordinator.api.http.agents.replies import chat_input
 from coordinator.workers.target import Target
 from outrider.protocol.fleet import ModelInfo
