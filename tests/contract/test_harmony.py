@@ -171,15 +171,16 @@ async def test_without_tools_nothing_is_constrained_and_every_mark_is_read(api: 
         assert "|>" not in "".join(found[:2])
 
 
-async def test_text_outside_of_messages_is_in_the_answer(api: AsyncOpenAI) -> None:
+@pytest.mark.parametrize("mark", ["start", "channel"])
+async def test_text_outside_of_messages_is_in_the_answer(api: AsyncOpenAI, mark: str) -> None:
     """Nothing constrains it, and the limit cuts it before any message has begun. It was lost."""
     known = {name: str(KNOWN[f"<|{name}|>"]) for name in ("start", "end", "return", "call", "message", "channel")}
-    bias = dict.fromkeys(known.values(), -100) | {known["start"]: 3}
+    bias = dict.fromkeys(known.values(), -100) | {known[mark]: 3}
     starts = 0
     for seed in range(4):
         body: dict[str, Any] = ASK | {"logit_bias": bias, "seed": seed, "max_tokens": 60}
         choice: Any = (await api.chat.completions.create(**body, extra_body={"return_token_ids": True})).choices[0]
-        start = int(known["start"])
+        start = int(known[mark])
         before = choice.token_ids[: choice.token_ids.index(start)] if start in choice.token_ids else choice.token_ids
         starts += start in choice.token_ids
         content = choice.message.content

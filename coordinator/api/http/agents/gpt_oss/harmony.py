@@ -21,13 +21,14 @@ FINAL = "<|channel|>final"  # in its template alone
 # The special tokens, for the parser as characters that no text has: a text may spell `<|end|>`.
 _NAMES = ("start", "end", "return", "call", "channel", "message", "constrain")
 MARKS = {f"<|{name}|>": chr(0xD800 + at) for at, name in enumerate(_NAMES)}
-_START, _END, _RETURN, _CALL, _CHANNEL, _MESSAGE, _CONSTRAIN = MARKS.values()
+*_ENDS, _CHANNEL, _MESSAGE, _CONSTRAIN = MARKS.values()  # after the marks that end a message
 _ANY = "".join(MARKS.values())
 _MARK = re.compile(f"([{_ANY}])")
 _RECIPIENT = re.compile(rf"\bto=(?:functions\.)?([^\s{_ANY}]+)")
 _CHANNEL_NAME = re.compile(rf"{_CHANNEL}\s*(\w+)")
 # What a header begins with, and what may be the beginning of the rest: another recipient, or a type.
-_NAMED = re.compile(rf"(.*?{_CHANNEL}\s*\w*|({_START}\w*)?)(\s+to=[^\s{_ANY}]*)?", re.DOTALL)
+_NAMED = re.compile(rf"(.*?{_CHANNEL}\s*\w*|({MARKS['<|start|>']}\w*)?)(\s+to=[^\s{_ANY}]*)?", re.DOTALL)
+_TEXT = re.compile(rf"(?!.*\bto=)\s*[^\s{_ANY[:5]}][^{_CHANNEL}]*\Z", re.DOTALL)  # a beginning that is of no header
 _MORE = re.compile(rf"\s*(to?|{_CONSTRAIN}?(j(s(on?)?)?)?)")
 _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # the model knows low, medium and high
 
@@ -66,7 +67,7 @@ class HarmonyParser(Parser):
         parts: list[Part] = []
         if self._kind is None and piece == _MESSAGE:
             parts = self._begin(self._header)
-        elif piece in (_START, _END, _RETURN, _CALL) or (self._kind and piece == _CHANNEL):
+        elif piece in _ENDS or (piece == _CHANNEL and (self._kind or _TEXT.match(self._header))):
             parts = self._unmarked() if self._kind is None else []
             self._kind, self._header = None, piece
         elif self._kind is None:

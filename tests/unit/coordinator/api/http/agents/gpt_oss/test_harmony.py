@@ -65,6 +65,14 @@ SAMPLES: dict[str, tuple[str, Said]] = {
     "two channels and no text": ("<|channel|>analysis<|channel|>final<|end|>", [(REASONING, "final")]),
     "a recipient without a channel": (" to=functions.g code<|message|>{}", [(REASONING, "{}")]),
     "text before another message": ("Hello<|start|>assistant<|channel|>final<|message|>A", [(CONTENT, "Hello\n\nA")]),
+    "text before a channel": ("Hello<|channel|>final<|message|>A", [(CONTENT, "Hello\n\nA")]),
+    "text before thoughts": ("Hel\nlo<|channel|>analysis<|message|>Hm.", [(CONTENT, "Hel\nlo"), (REASONING, "Hm.")]),
+    "text with a mark before a channel": ("A<|constrain|>json<|channel|>final<|message|>B", [(CONTENT, "Ajson\n\nB")]),
+    "white space before a channel": (" \n<|channel|>final<|message|>A", [(CONTENT, "A")]),
+    "text and a recipient before a channel": (
+        "Hello to=functions.f<|channel|>commentary<|message|>{}",
+        [(CALL, "f"), (ARGUMENTS, "{}")],
+    ),
     "text after a role": (f"{HM} Yes.<|end|><|start|>assistant", [(REASONING, "Hm."), (CONTENT, " Yes.")]),
     "a channel and no text": ("<|channel|>final Yes.<|start|>assistant", [(CONTENT, " Yes.")]),
     "a call without text": (
@@ -94,6 +102,7 @@ SAMPLES: dict[str, tuple[str, Said]] = {
     "two channels": ("<|channel|>commentary<|channel|>analysis<|message|>Yes.", [(CONTENT, "Yes.")]),
     # What a limit of tokens cuts.
     "a cut channel": ("<|channel|>anal", []),
+    "a cut channel after text": ("Hello<|channel|>", [(CONTENT, "Hello")]),
     "a cut beginning": ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assist", [(REASONING, "Hm.")]),
     "a cut type": ("<|channel|>final js", []),
     "a cut type after its mark": ("<|channel|>final <|constrain|>js", []),
