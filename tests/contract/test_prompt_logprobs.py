@@ -108,9 +108,30 @@ async def test_a_prompt_of_many_end_tokens_is_refused(
     """Each takes a session, and none is started."""
     end, started = house.service.sessions.targets.named("").info.eos_token_ids[0], list[Any]()
     monkeypatch.setattr(prompt_logprobs, "start_answer", lambda *given: started.append(given))
-    with pytest.raises(BadRequestError, match="36 parts of 4000 tokens or to an end token, must be at most 34"):
-        await api.completions.create(prompt=[[65, *[end] * 35], [65, 66]], **ASK)
+    with pytest.raises(BadRequestError, match="260 parts of 4000 tokens or to an end token, must be at most 258"):
+        await api.completions.create(prompt=[[65, *[end] * 259], [65, 66]], **ASK)
     assert not started
+
+
+async def test_a_long_chat_whose_messages_end_with_end_tokens_has_them(
+    api: AsyncOpenAI, house: House, plain_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with ChatML. More than sixteen messages were refused: each took two sessions."""
+    target = house.service.sessions.targets.named("")
+    end = target.info.eos_token_ids[0]
+    template = "{% for m in messages %}{{ m['content'] }}<|end|>\n{% endfor %}"
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    messages: Any = [{"role": ("user", "assistant")[at % 2], "content": "Hi."} for at in range(41)]
+    more = {"prompt_logprobs": 1, "return_token_ids": True}
+    said = await api.chat.completions.create(model="", messages=messages, max_tokens=1, seed=1, extra_body=more)
+    assert said.model_extra is not None
+    tokens = said.model_extra["prompt_token_ids"]
+    assert tokens.count(end) == 41
+    with torch.inference_mode():
+        wanted = torch.log_softmax(plain_target(torch.tensor([tokens])).logits[0].double(), -1)
+    for at, token in enumerate(tokens[1:]):
+        told = said.model_extra["prompt_logprobs"][at + 1][str(token)]["logprob"]
+        assert told == pytest.approx(wanted[at, token].item(), abs=2e-4), at
 
 
 async def test_they_are_told_without_an_echo_as_vllm_tells_them(api: AsyncOpenAI, house: House) -> None:

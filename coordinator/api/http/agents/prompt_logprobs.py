@@ -1,7 +1,7 @@
 """Log probabilities of a prompt's own tokens, for `prompt_logprobs`, and for `echo` with `logprobs`.
 
 A session writes the prompt: its grammar allows the prompt's tokens and no others. Log probabilities are those before
-the grammar. An end token ends an output, so it is written by a session of its own.
+the grammar. An end token ends an output, so the rest of the prompt is written by another session.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.protocol.speculation import TokenKind
 from outrider.speculation.grammar import ONE_TEXT
 
 _MOST = 4_000  # tokens that one grammar writes
-_MORE_RUNS = 32  # sessions of a request's prompts beyond the first one of each
+_MORE_RUNS = 256  # sessions of a request's prompts beyond the first one of each
 
 
 async def echoed_prompts(
@@ -77,18 +77,19 @@ async def _write(sessions: SessionManager, request: SessionRequest, sent: str, t
 
 
 def _runs(prompt: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the beginning and end of what one session writes: up to an end token, or that token alone."""
+    """Yield the beginning and end of what one session writes: up to an end token, and with it."""
     start = 1
     for at in range(2, len(prompt) + 1):
-        if at == len(prompt) or prompt[at - 1] in ends or prompt[at] in ends or at - start == _MOST:
+        if at == len(prompt) or prompt[at - 1] in ends or at - start == _MOST:
             yield start, at
             start = at
 
 
 def _forced(tokens: Sequence[int], target: Target) -> SamplingParams:
-    """Return parameters with which these tokens, and no others, are written."""
-    if tokens[0] in target.info.eos_token_ids:
-        nothing = Grammar(lark='%llguidance {}\nstart: ""')
-        return SamplingParams(temperature=0, seed=0, logit_bias={tokens[0]: 100}, grammar=nothing)
-    written = Grammar(lark=ONE_TEXT + "]> <[".join(map(str, tokens)) + "]>")
-    return SamplingParams(temperature=0, seed=0, ignore_eos=True, grammar=written)
+    """Return parameters with which these tokens, and no others, are written. The last one may be an end token."""
+    ends = tokens[-1] in target.info.eos_token_ids
+    text = ONE_TEXT + "]> <[".join(map(str, tokens[: len(tokens) - ends])) + "]>"
+    # Where nothing could follow a text, the output would end without its end token.
+    written = Grammar(lark=text.replace("<[]>", "") + ' "x"?' * ends)
+    bias = {tokens[-1]: 100.0} if ends else {}
+    return SamplingParams(temperature=0, seed=0, ignore_eos=not ends, logit_bias=bias, grammar=written)
