@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import httpx2 as httpx
@@ -14,7 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from coordinator.api.http import replies as http_replies
-from coordinator.api.http.agents import response_events
+from coordinator.api.http.agents import response_events, truncation
 from coordinator.api.http.agents.response_events import ModelResponse, ModelResponseEvent
 from outrider.protocol.errors import InvalidRequest, Unavailable
 from tests.contract.conftest import House, slowed
@@ -424,15 +425,17 @@ async def test_the_oldest_items_are_left_out_for_the_context(api: AsyncOpenAI) -
     found = await api.responses.create(**{**asked, "input": items, "truncation": "auto"})
     assert found.truncation == "auto"
     assert found.instructions == "Be short."
-    left = []
+    left, refused = [], set[str | None]()
     for turn in range(12):
         left = items[4 * turn :]
         try:
             same = await api.responses.create(**{**asked, "input": left})
-        except openai.BadRequestError:
+        except openai.BadRequestError as error:
+            refused.add(error.code)
             continue
         if same.usage.input_tokens + 20 <= 2048:
             break
+    assert refused == {"context_length_exceeded"}
     assert 0 < turn < 12
     assert found.usage.input_tokens == same.usage.input_tokens
     assert found.output_text == same.output_text
@@ -440,6 +443,23 @@ async def test_the_oldest_items_are_left_out_for_the_context(api: AsyncOpenAI) -
     assert fits.usage.input_tokens == same.usage.input_tokens, "nothing is left out without need"
     with pytest.raises(openai.BadRequestError, match="context"):
         await api.responses.create(**{**asked, "input": "a" * 3_000, "truncation": "auto"})
+
+
+async def test_other_requests_do_not_wait_for_what_fits(api: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several encodings of a chat, also one of a few KiB, take what a stream's clients would see."""
+    threads, search = list[threading.Thread](), truncation.bisect_left
+
+    def noted(*given: Any, **more: Any) -> Any:
+        threads.append(threading.current_thread())
+        return search(*given, **more)
+
+    monkeypatch.setattr(truncation, "bisect_left", noted)
+    items: list[Any] = [{"role": "user", "content": "a" * 100} for _ in range(30)]
+    found = await api.responses.create(**{**ASK, "input": items, "truncation": "auto", "max_output_tokens": 4})
+    assert found.usage is not None
+    assert found.usage.input_tokens < 2048
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 async def test_a_slow_first_token_is_waited_for_with_comments(

@@ -41,7 +41,7 @@ from coordinator.api.preprocess import ClientRequest, admission
 from coordinator.persistence.idempotency import MAX_KEY_CHARACTERS
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.target import Target
-from outrider.base.aio import beside
+from outrider.base.aio import LARGE_BYTES, beside
 from outrider.protocol.errors import InvalidRequest, OutriderError, Unavailable
 from outrider.security.api_keys import ApiKeys
 from outrider.settings.coordinator import CoordinatorSettings
@@ -109,6 +109,7 @@ class Api:
 
     async def respond(self, request: Request) -> Response:
         bodies = [await read_body(request, ResponsesBody)]  # not kept as long as the answer takes
+        request.state.size += LARGE_BYTES * (bodies[0].truncation == "auto")  # what fits takes several encodings
         return await self._generate(request, bodies[0].chat, lambda *given: plan_response(bodies.pop(), *given))
 
     async def complete(self, request: Request) -> Response:

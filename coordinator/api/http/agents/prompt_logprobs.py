@@ -90,6 +90,6 @@ def _forced(tokens: Sequence[int], target: Target) -> SamplingParams:
     ends = tokens[-1] in target.info.eos_token_ids
     text = ONE_TEXT + "]> <[".join(map(str, tokens[: len(tokens) - ends])) + "]>"
     # Where nothing could follow a text, the output would end without its end token.
-    written = Grammar(lark=text.replace("<[]>", "") + ' "x"?' * ends)
-    bias = {tokens[-1]: 100.0} if ends else {}
-    return SamplingParams(temperature=0, seed=0, ignore_eos=not ends, logit_bias=bias, grammar=written)
+    grammar = Grammar(lark=text.replace("<[]>", "") + ' "x"?' * ends)
+    written = SamplingParams(temperature=0, seed=0, ignore_eos=not ends, grammar=grammar)
+    return replace(written, logit_bias={tokens[-1]: 100.0}) if ends else written

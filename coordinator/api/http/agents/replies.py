@@ -22,6 +22,7 @@ from coordinator.workers.target import Target
 from outrider.protocol.sampling_params import Grammar
 from outrider.settings.coordinator import CoordinatorSettings
 
+ChatInput = tuple[ClientRequest, list[Parser]]  # with a parser of each answer
 _FIELDS = {"params.grammar": "response_format", "prompt": "messages"}  # by their names in gRPC
 
 
@@ -34,8 +35,8 @@ def plan_chat(body: ChatBody, target: Target, settings: CoordinatorSettings) -> 
 
 def chat_input(
     body: ChatBody, target: Target, settings: CoordinatorSettings, names: Mapping[str, str] = _FIELDS
-) -> tuple[ClientRequest, list[Parser]]:
-    """Return the input of a chat, and a parser of each answer. Errors name fields as the request does."""
+) -> ChatInput:
+    """Return the input of a chat. Errors name fields as the request does."""
     given = "structured_outputs" if body.structured_outputs else names["params.grammar"]
     given = f"tools and {given}" if body.formatted else given if body.calls_required is None else "tools"
     FIELD_NAMES.get({}).update({**names, "params.grammar": given})

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from coordinator.admission.model_limits import limits_of
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.parser import Parser, Part, PartKind
 from coordinator.api.http.agents.replies import chat_input, logprobs_of
@@ -125,9 +127,10 @@ def plan_response(
     body: ResponsesBody, chat: ChatBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], ResponseReplies]:
     """Return the input of a response, and the formatter of its replies."""
-    if body.truncation == "auto":
-        chat = fitted(chat, target, settings, _FIELDS)
-    request, [parser] = chat_input(chat, target, settings, _FIELDS)
+    plan = partial(chat_input, target=target, settings=settings, names=_FIELDS)
+    context, limit = limits_of(settings, target).context_of(target), settings.max_prompt_kib * 1024
+    room = min(limit, context - min(chat.limit or settings.default_chat_tokens, context // 4))
+    request, [parser] = fitted(chat, plan, target, limit, room) if body.truncation == "auto" else plan(chat)
     return [request], ResponseReplies(body, target, parser)
 
 
