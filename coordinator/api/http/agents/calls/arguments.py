@@ -176,11 +176,11 @@ class _PythonRules(_ArgumentRules):
                     self._rules.lines.append("")  # before what it consists of, which may refer to it
                     self._rules.lines[at] = f"at_{at}: {self._value(found(place, self._root))}"
                 return self._values[place]
-            case {"anyOf": [*parts]} | {"allOf": [_] as parts} if len(schema) == 1:
+            case {"anyOf": [_, *_] as parts} | {"allOf": [_] as parts} if len(schema) == 1:
                 return f"({' | '.join(map(self._value, parts))})"
-            case {"type": [*types]} if all(isinstance(it, str) for it in types):
+            case {"type": [_, *_] as types} if all(isinstance(it, str) for it in types):
                 return f"({' | '.join(self._value({**schema, 'type': it}) for it in dict.fromkeys(types))})"
-            case {"enum": [*constants]} if schema.keys() <= {"enum", "type"}:
+            case {"enum": [_, *_] as constants} if schema.keys() <= {"enum", "type"}:
                 return self._either(constants)
             case {"type": "boolean" | "null" as word} if len(schema) == 1:
                 return _WORDS[word]

@@ -96,33 +96,6 @@ def test_values_follow_their_schema(name: str, form: Marked) -> None:
 
 
 @pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
-@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
-def test_parameters_are_those_of_the_schema(form: Marked, tokens: bool) -> None:
-    schema: dict[str, Any] = {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "ab": {}}}
-    closed = schema | {"required": ["a"], "additionalProperties": False}
-    open_ = schema | {"required": ["a", "z"], "additionalProperties": {"type": "integer"}}
-
-    def takes(of_: dict[str, Any], **given: Any) -> bool:
-        return allows(form, of_, form.write("f", given), tokens=tokens)
-
-    assert takes(closed, a="x")
-    assert takes(closed, a="x", b=3)
-    assert takes(closed, a="x", b=3, ab="y")
-    assert not takes(closed), "a is required"
-    assert not takes(closed, b=3)
-    assert not takes(closed, b=3, a="x"), "they come in their order"
-    assert not takes(closed, a="x", a_b="y")
-    assert not takes(closed, a="x", b="y")
-    assert takes(open_, a="x", z=3, more=4, most=5)
-    assert not takes(open_, a="x", b=3), "z is required"
-    assert not takes(open_, a="x", z=3, more="y")
-    assert not takes(open_, a="x", z=3, b=4), "a declared one in its place only"
-    assert takes(schema, zip="x"), "without a rule for further ones"
-    assert takes({"$ref": "#/$defs/f", "$defs": {"f": closed}}, a="x", b=3)
-    assert not takes({"$ref": "#/$defs/f", "$defs": {"f": closed}}, b=3)
-
-
-@pytest.mark.parametrize("form", TAGGED.values(), ids=TAGGED)
 @pytest.mark.parametrize(
     ("schema", "lacked"),
     [

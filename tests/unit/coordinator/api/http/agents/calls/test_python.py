@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.api.http.agents.calls import forms
-from coordinator.api.http.agents.calls.forms import Marked
+from coordinator.api.http.agents.calls import arguments, forms
+from coordinator.api.http.agents.calls.forms import Dialect, Marked
 from coordinator.api.http.agents.calls.values import from_python
 from coordinator.api.http.agents.parser import AnswerParser, Manner, PartKind
 from outrider.protocol.errors import InvalidRequest
-from tests.unit.coordinator.api.http.agents.calls.test_arguments import allows, of
+from outrider.protocol.sampling_params import SamplingParams
+from tests.unit.coordinator.api.http.agents.calls.test_arguments import LENIENT, ONE, allows, of
 from tests.unit.coordinator.api.http.agents.calls.test_scanner import typed_calls
-from tests.unit.coordinator.api.http.agents.test_parser import Answer, cuts, parsed
-from tests.unit.coordinator.api.http.agents.test_tool_grammar import PYTHON
+from tests.unit.coordinator.api.http.agents.test_parser import Answer, parsed
+from tests.unit.coordinator.api.http.agents.test_tool_grammar import PYTHON, TARGETS, grammar_of
 
 NAMES: dict[str, Any] = {"get_weather": {}, "get_time": {}, "f": {}}
 LFM2, OLMO3, PYTHONIC = forms.LFM2, forms.OLMO3, forms.PYTHONIC
@@ -103,22 +104,6 @@ SAMPLES: dict[str, tuple[Marked, str, Answer]] = {
 
 def parser(form: Marked) -> AnswerParser:
     return AnswerParser(Manner(form, True), NAMES)
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_sample(name: str) -> None:
-    form, text, expected = SAMPLES[name]
-    assert parsed(parser(form), [text]) == expected
-    assert parsed(parser(form), list(text)) == expected, "character by character"
-    for at in range(len(text)):
-        assert parsed(parser(form), [text[:at], text[at:]]) == expected, text[:at]
-
-
-@settings(max_examples=300, deadline=None)
-@given(name=st.sampled_from(sorted(SAMPLES)), at=st.lists(st.integers(0, 1000), max_size=6))
-def test_pieces_change_nothing(name: str, at: list[int]) -> None:
-    form, text, expected = SAMPLES[name]
-    assert parsed(parser(form), cuts(text, at)) == expected
 
 
 @pytest.mark.parametrize("form", PYTHON.values(), ids=PYTHON)
@@ -225,35 +210,6 @@ def test_values_follow_their_schema(name: str, form: Marked) -> None:
         assert not allows(form, tool, before + value + after), value
 
 
-@pytest.mark.parametrize("form", PYTHON.values(), ids=PYTHON)
-@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
-def test_parameters_are_those_of_the_schema(form: Marked, tokens: bool) -> None:
-    schema: dict[str, Any] = {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "ab": {}}}
-    closed = schema | {"required": ["a"], "additionalProperties": False}
-    open_ = schema | {"required": ["a", "z"], "additionalProperties": {"type": "integer"}}
-
-    def takes(of_: dict[str, Any], **given: Any) -> bool:
-        return allows(form, of_, form.write("f", given), tokens=tokens)
-
-    assert takes(closed, a="x")
-    assert takes(closed, a="x", b=3)
-    assert takes(closed, a="x", ab=3)
-    assert not takes(closed), "a is required"
-    assert not takes(closed, b=3)
-    assert not takes(closed, b=3, a="x"), "they come in their order"
-    assert not takes(closed, a="x", a_b=4)
-    assert not takes(closed, a="x", b="y")
-    assert takes(open_, a="x", z=3, more=4, most=5)
-    assert not takes(open_, a="x", b=3), "z is required"
-    assert not takes(open_, a="x", z=3, more="y")
-    assert not takes(open_, a="x", z=3, b=4), "a declared one in its place only"
-    assert takes(schema, zip=4), "without a rule for further ones"
-    assert takes(schema), "none is required"
-    assert takes(schema | {"additionalProperties": False}, b=3)
-    assert takes({"$ref": "#/$defs/f", "$defs": {"f": closed}}, a="x", b=3)
-    assert not takes({"$ref": "#/$defs/f", "$defs": {"f": closed}}, b=3)
-
-
 @pytest.mark.parametrize("key", ["a b", "a=", "", "'"])
 def test_a_name_that_python_does_not_hold_is_refused(key: str) -> None:
     with pytest.raises(InvalidRequest, match=r"does not compile: f: a parameter named .* of the form lfm2"):
@@ -288,10 +244,38 @@ def test_what_follows_a_schema_is_allowed(form: Marked, call: tuple[dict[str, An
 
 
 @pytest.mark.parametrize("more", [{"type": ["object"] * 2}, {"required": ["b", "c"]}], ids=["types", "names"])
-def test_schemas_that_repeat_themselves_at_each_depth_take_no_time(more: dict[str, Any]) -> None:
+def test_schemas_that_repeat_themselves_at_each_depth_are_written_once(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Written for each type and name anew, forty of them would take years, and the coordinator would stand still."""
+    written, write = list[Any](), arguments._PythonRules._value
+    monkeypatch.setattr(arguments._PythonRules, "_value", lambda self, it: (written.append(it), write(self, it))[1])
     schema: dict[str, Any] = {"type": "integer"}
-    for _ in range(40):
+    for depth in range(1, 41):
         schema = {"type": "object", "additionalProperties": schema, **more}
+        if depth == 5:
+            grammar = grammar_of({"f": of(schema)}, Manner(LFM2, True), TARGETS[False], **ONE)
+            assert len(grammar.text) < 4_000, "and not 40,000"
+            assert len(written) <= 2 * depth + 1, "and not 364"
     before, after = LFM2.write("f", {"a": 0}).split("0")
     assert not allows(LFM2, of(schema), before + "3" + after)
+
+
+def test_calls_of_lfm2_are_in_python_where_its_prompt_asks_for_json() -> None:
+    """Its card has the other form, too. The grammar holds it to the one that is read."""
+    for tokens in (False, True):
+        call = LFM2.write("f", {"a": "x"})
+        assert allows(LFM2, of(TEXT), call, tokens=tokens)
+        assert not allows(
+            LFM2, of(TEXT), call.replace("f(a='x')", '{"name": "f", "arguments": {"a": "x"}}'), tokens=tokens
+        )
+
+
+@pytest.mark.parametrize("schema", [{"enum": []}, {"type": "string", "enum": []}, {"anyOf": []}, {"type": []}])
+@pytest.mark.parametrize("form", [forms.HERMES, *PYTHON.values()], ids=lambda form: form.name)
+def test_a_parameter_that_can_have_no_value_is_refused(form: Dialect, schema: dict[str, Any]) -> None:
+    """The forms in Python took nothing at all for a value: `f(a=)`."""
+    tool = {"type": "object", **LENIENT, **of(schema)}
+    grammar = grammar_of({"f": tool}, Manner(form, True), TARGETS[False], **ONE)
+    with pytest.raises(InvalidRequest, match=r"does not compile: f: .*Unsatisfiable schema"):
+        TARGETS[False].grammars.compile(SamplingParams(grammar=grammar))

@@ -232,22 +232,6 @@ def parser(dialect: Dialect) -> AnswerParser:
     return AnswerParser(Manner(dialect, True), SCHEMAS)
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_sample(name: str) -> None:
-    dialect, text, expected = SAMPLES[name]
-    assert parsed(parser(dialect), [text]) == expected
-    assert parsed(parser(dialect), list(text)) == expected, "character by character"
-    for at in range(len(text)):
-        assert parsed(parser(dialect), [text[:at], text[at:]]) == expected, text[:at]
-
-
-@settings(max_examples=300, deadline=None)
-@given(name=st.sampled_from(sorted(SAMPLES)), at=st.lists(st.integers(0, 1000), max_size=6))
-def test_pieces_change_nothing(name: str, at: list[int]) -> None:
-    dialect, text, expected = SAMPLES[name]
-    assert parsed(parser(dialect), cuts(text, at)) == expected
-
-
 @pytest.mark.parametrize(
     "name",
     [
