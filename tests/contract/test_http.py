@@ -620,6 +620,7 @@ async def test_vllms_structured_outputs_are_formats(
         ({"structured_outputs": {"choice": ["a"], "regex": "b"}}, "structured_outputs"),
         ({"structured_outputs": {"grammar": "root ::= 'a'"}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
         ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "body"),
     ],

@@ -38,11 +38,11 @@ async def progress(sessions: Sequence[Session], silence_s: float | None = None) 
     silence_s = silence_s if urgency().deadline == float("inf") else None  # a late answer gets a status
     async with contextlib.aclosing(follow([session.output for session in sessions], 0, silence_s)) as updates:
         async for number, _, tokens in updates:
-            session = sessions[number]
-            if not tokens and session.error is not None:
-                raise session.error
-            if not tokens and session.record.finish_reason is FinishReason.CANCELLED:
-                raise Cancelled(f"session {session.record.session_id} was cancelled", field="session_id")
+            ended = sessions[number] if number >= 0 and not tokens else None
+            if ended and ended.error is not None:
+                raise ended.error
+            if ended and ended.record.finish_reason is FinishReason.CANCELLED:
+                raise Cancelled(f"session {ended.record.session_id} was cancelled", field="session_id")
             yield number, tokens
 
 
@@ -77,9 +77,7 @@ async def requests_of(
             if len(inputs) > 1:
                 FIELD_NAMES.get({}).update(dict.fromkeys(("prompt", "tokens.ids"), f"prompt.{number}"))
             raise
-        seed = ready.params.seed
-        assert seed is not None
-        seeds = ((seed + number) % (MAX_SEED + 1) for number in range(body.choices))
+        seeds = (((ready.params.seed or 0) + number) % (MAX_SEED + 1) for number in range(body.choices))
         requests += [replace(ready, params=replace(ready.params, seed=each)) for each in seeds]
     return requests
 

@@ -55,6 +55,7 @@ def _few(value: Any) -> Any:
 
 
 Unkept = AfterValidator(lambda _: None)  # of what is ignored: an answer may take minutes, and this megabytes
+Flag = BeforeValidator(lambda value: value if isinstance(value, bool) else f"{value}")  # of a literal: 1 equals true
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _Text = Annotated[str, Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -170,7 +171,7 @@ class StructuredOutputs(Body):
     """vLLM's form of `response_format`; exactly one field is given."""
 
     json_: dict[str, Any] | None = Field(None, alias="json", description="JSON schema.")
-    json_object: Literal[True] | None = None
+    json_object: Annotated[Literal[True], Flag] | None = None
     regex: _Text | None = Field(None, description="Pattern that the whole output must match.")
     choice: Annotated[list[_Text], Field(min_length=1, fail_fast=True)] | None = Field(None, description="Its texts.")
 

@@ -9,7 +9,7 @@ from pydantic import Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, from_json
 from pydantic_core.core_schema import tagged_union_schema
 
-from coordinator.api.http.bodies import Body, ChatOptions, CompletionBody, MarkedBody, TokenId, check_counts
+from coordinator.api.http.bodies import Body, ChatOptions, CompletionBody, Flag, MarkedBody, TokenId, check_counts
 from outrider.protocol.field_limits import LONGEST, OTHER
 from outrider.speculation.grammar import CONSTANTS
 
@@ -260,7 +260,7 @@ class TokenizeTextBody(_TextTokensBody):
 class TokenizeChatBody(ChatFields, _TextTokensBody):
     """`POST /tokenize` of a chat."""
 
-    add_special_tokens: Literal[False] = Field(False, description="Chat templates write special tokens themselves.")
+    add_special_tokens: Annotated[Literal[False], Flag] = Field(False, description="Templates write special tokens.")
 
 
 class DetokenizeBody(Body):

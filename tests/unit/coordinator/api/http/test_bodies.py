@@ -15,10 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message
 
-from coordinator.api.http.agents.bodies import ChatBody, DetokenizeBody
+from coordinator.api.http.agents.bodies import ChatBody, DetokenizeBody, TokenizeChatBody
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.bodies import Body, CompletionBody, read_body
-from coordinator.api.http.failures import FIELD_NAMES, body_of
+from coordinator.api.http.failures import FIELD_NAMES, body_of, of_validation
 from coordinator.api.http.messages.bodies import MessagesBody
 from outrider.base.aio import LARGE_BYTES, until
 from outrider.protocol.errors import InvalidRequest
@@ -443,3 +443,21 @@ def test_a_message_may_have_no_parts(role: str) -> None:
         ResponsesBody.model_validate({"input": [item]}).chat,
     ):
         assert body.messages[0].plain["content"] == ""
+
+
+@pytest.mark.parametrize("number", [0, 1, 0.0, 1.0])
+@pytest.mark.parametrize(
+    ("kind", "given", "field"),
+    [
+        (ChatBody, {"messages": [], "structured_outputs": {"json_object": None}}, "structured_outputs.json_object"),
+        (TokenizeChatBody, {"messages": [], "add_special_tokens": None}, "add_special_tokens"),
+        (ChatBody, {"messages": [], "logprobs": None}, "logprobs"),
+        (CompletionBody, {"prompt": "a", "echo": None}, "echo"),
+    ],
+)
+def test_a_number_is_no_flag(kind: type[Body], given: dict[str, Any], field: str, number: float) -> None:
+    """In Python, 1 is equal to true and 0 to false: literals took them."""
+    body = json.loads(json.dumps(given).replace("null", json.dumps(number)))
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body | ({"messages": [{"role": "user", "content": "Hi."}]} if "messages" in body else {}))
+    assert of_validation(caught.value).field == field
