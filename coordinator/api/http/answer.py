@@ -77,7 +77,9 @@ async def requests_of(
             if len(inputs) > 1:
                 FIELD_NAMES.get({}).update(dict.fromkeys(("prompt", "tokens.ids"), f"prompt.{number}"))
             raise
-        seeds = (((ready.params.seed or 0) + number) % (MAX_SEED + 1) for number in range(body.choices))
+        seed = ready.params.seed
+        assert seed is not None
+        seeds = ((seed + number) % (MAX_SEED + 1) for number in range(body.choices))
         requests += [replace(ready, params=replace(ready.params, seed=each)) for each in seeds]
     return requests
 
