@@ -66,7 +66,8 @@ class GrammarMatcher:
         self._ignore_eos = ignore_eos
         self._committed: list[int] = []
         self._ahead: list[int] = []  # guesses after that, up to the matcher's state
-        self._behind: LLMatcher | None = None  # without them: llguidance goes back wrongly over ids of ordinary tokens
+        # Without them: after a rollback, llguidance may give the mask of a guess, or go back wrongly over token ids.
+        self._behind: LLMatcher | None = None
         self._complete = False
         self._mask_s = 0.002  # time of a mask, until measured a slow one: a decaying maximum
 
@@ -148,13 +149,10 @@ class GrammarMatcher:
         same = next((i for i in range(shorter) if self._ahead[i] != path[i]), shorter)
         if same < len(self._ahead) and self._behind is not None:
             self._matcher, self._behind, self._ahead, same = self._behind, None, [], 0
-        elif same < len(self._ahead):
-            self._matcher.rollback(len(self._ahead) - same)
-            del self._ahead[same:]
         new = list(path[same:])
         if self._matcher.validate_tokens(new) < len(new):
             return False
-        if new and not self._ahead and "<[" in self._grammar.lark:
+        if new and not self._ahead:
             self._behind = self._matcher.deep_copy()
         self._ahead += new
         return self._matcher.consume_tokens(new)

@@ -165,6 +165,24 @@ async def test_any_json_object(house: House) -> None:
         assert plain.token_ids == guessed.token_ids
 
 
+async def test_a_guess_that_fails_leaves_no_mask_behind(verifier: str, loaded: LoadedModel) -> None:
+    """The text does not depend on guesses, which are in the same place of another rule: there d follows, here b."""
+    spelt, prompt = loaded.tokenizer.encode, list(loaded.tokenizer.encode(PROMPT))
+    form = common.Grammar(lark='start: "<" ("a" X "b" | "c" X "d")\nX: /x+/')
+    likely = dict(zip(spelt("adb"), (99.0, 66.0, 33.0), strict=True))
+    async with verifying(verifier) as stream:
+        patient = {"gamma": 8, "draft_wait_us": PATIENT_US}
+        await stream.open(prompt, grammar=form, logit_bias=likely, max_tokens=8, **patient)
+        await stream.verdict()
+        await stream.guess(len(prompt) + 1, spelt("cx"))
+        await stream.guess(len(prompt) + 1, spelt("a"), first_id=3)
+        await stream.steer(gamma=1)
+        accepted = await stream.verdict()
+        await stream.rest()
+    assert accepted.tokens == spelt("ax")
+    assert stream.tokens[:4] == spelt("<axb")
+
+
 async def test_another_verifier_goes_on_in_the_middle(verifier: str, loaded: LoadedModel) -> None:
     """As after a failover: all that there is are the committed tokens."""
     prompt = list(loaded.tokenizer.encode(PROMPT))

@@ -177,6 +177,23 @@ def test_looking_around_changes_nothing(grammars: GrammarCompiler) -> None:
                 break
 
 
+@pytest.mark.parametrize(
+    ("form", "said", "guess", "instead"),
+    [
+        ({"json_object": True}, '{"b":', "[1", " 1"),
+        ({"lark": 'start: "a" X "b" | "c" X "d"\nX: /x+/'}, "", "cx", "ax"),
+    ],
+)
+def test_a_guess_that_fails_leaves_no_mask_behind(
+    grammars: GrammarCompiler, form: dict[str, Any], said: str, guess: str, instead: str
+) -> None:
+    """llguidance remembers its last mask by a place that the guess and the output may have in common."""
+    guide = grammars.compile(asked(**form), spelt(said))
+    guide.allowed([spelt(guess)[:length] for length in range(len(guess) + 1)], VOCAB)
+    guide.advance(spelt(instead))
+    assert followers(guide) == followers(grammars.compile(asked(**form), spelt(said + instead)))
+
+
 def test_masks_are_as_wide_as_the_logits(grammars: GrammarCompiler) -> None:
     guide = grammars.compile(asked(regex="[a-z]"))
     masks = {width: guide.allowed([[]], width)[0] for width in (40, VOCAB, 300)}
