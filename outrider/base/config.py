@@ -27,6 +27,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 PREFIX = "OUTRIDER_"
 KV_TOKENS = 65_536  # of a cache whose capacity is not given
 SettingsT = TypeVar("SettingsT", bound="Settings")
+Int = Annotated[int, Field(lt=1 << 31)]  # messages and gRPC's options hold no more
+Seconds = Annotated[float, Field(le=1e6)]  # of which gRPC counts the milliseconds
 
 # Every variable that Outrider reads. A test compares this list with the settings and the command line.
 _NAMES = (
@@ -91,11 +93,11 @@ class Settings(BaseModel):
     port: int = Field(0, ge=0, le=65535, description="Port for gRPC; 0 takes a free one.")
     insecure: bool = Field(False, description="Allow --host other than loopback without keys.")
     max_message_mib: int = Field(32, ge=1, le=512, description="Maximum size of a gRPC message, MiB.")
-    max_streams: int = Field(1024, ge=1, description="Maximum streams per connection, and sessions per shared one.")
-    max_connections: int = Field(1024, ge=1, description="Connections per port; fewer if the descriptor limit says so.")
-    open_timeout_s: float = Field(10.0, gt=0, description="Timeout for a stream's first message, seconds.")
-    write_timeout_s: float = Field(30.0, gt=0, description="Seconds a peer may take to read before its stream ends.")
-    drain_s: float = Field(10.0, ge=0, description="After SIGTERM, time for streams to finish, seconds.")
+    max_streams: Int = Field(1024, ge=1, description="Maximum streams per connection, and sessions per shared one.")
+    max_connections: Int = Field(1024, ge=1, description="Connections per port; fewer if the descriptor limit says so.")
+    open_timeout_s: Seconds = Field(10.0, gt=0, description="Timeout for a stream's first message, seconds.")
+    write_timeout_s: Seconds = Field(30.0, gt=0, description="Seconds a peer may take to read before its stream ends.")
+    drain_s: Seconds = Field(10.0, ge=0, description="After SIGTERM, time for streams to finish, seconds.")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="Log one JSON object per line instead of text.")
     fleet_key: SecretStr = Field(
@@ -133,7 +135,7 @@ class WorkerSettings(Settings):
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of /metrics for Prometheus, over HTTP; 0: none.")
     metrics_key: SecretStr = Field(SecretStr(""), description="Key that /metrics requires, or @FILE; empty: none.")
     metrics_tls: bool = Field(False, description="Serve /metrics over HTTPS, with --tls-cert.")
-    max_sessions: int = Field(64, ge=1, description="Maximum number of concurrent sessions.")
+    max_sessions: Int = Field(64, ge=1, description="Maximum number of concurrent sessions.")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N.")
     dtype: str = Field(
         "auto",
@@ -154,7 +156,7 @@ class WorkerSettings(Settings):
     )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads for the model; 0 lets torch choose.")
     kv_tokens: int = Field(KV_TOKENS, ge=64, le=1 << 28, description="KV cache capacity, tokens of all sessions.")
-    prefix_tokens: int = Field(
+    prefix_tokens: Int = Field(
         -1, ge=-1, description="Cached tokens of ended sessions to keep; -1: an eighth of --kv-tokens, on CUDA all."
     )
     pace: str = Field("", description="For benchmarks: least time of a step by its tokens, ms, e.g. 1:40,16:40,32:80.")

@@ -42,7 +42,7 @@ def _defaults_from(context: typer.Context, config: str) -> str:
         known = {one.name: one.opts[0][2:] for one in context.command.params if one.name not in ("config", "settings")}
         for name in given:
             if name not in known:
-                near = suggestion(name, [*known.values(), *KINDS])
+                near = suggestion(name, [*known.values(), *(f"[{kind}]" for kind in KINDS)])
                 message = f"{config}: {name.replace('_', '-')} is not a flag of `up`{near}"
                 raise StartupError(message, field="config", value=name)
         wrapped = {name: [given[name]] for name in REPEATED & given.keys() if isinstance(given[name], str)}
@@ -54,9 +54,9 @@ def up(
     context: typer.Context,
     target: Targets = None,
     drafter: Drafters = None,
-    verifiers: Annotated[int, option("--verifiers", "Number of verifiers of each target.", min=1)] = 1,
-    drafters: Annotated[int, option("--drafters", "Number of drafters of each kind and target.", min=0)] = 1,
-    coordinators: Annotated[int, option("--coordinators", "Number of coordinators.", min=1)] = 1,
+    verifiers: Annotated[int, option("--verifiers", "Number of verifiers of each target.", min=1, max=1024)] = 1,
+    drafters: Annotated[int, option("--drafters", "Number of drafters of each kind and target.", min=0, max=1024)] = 1,
+    coordinators: Annotated[int, option("--coordinators", "Number of coordinators.", min=1, max=1024)] = 1,
     host: Annotated[str, option("--host", "Address to listen on; 0.0.0.0 for all of IPv4, :: for all.")] = "127.0.0.1",
     insecure: Annotated[bool, option("--insecure", "Allow a --host other than loopback without API keys.")] = False,
     port: Annotated[int, option("--port", "Port of the first coordinator; others take the next.", max=65535)] = 50050,

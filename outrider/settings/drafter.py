@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, SecretStr
 
-from outrider.base.config import DrafterKey, WorkerSettings
+from outrider.base.config import DrafterKey, Int, WorkerSettings
 
 
 class DrafterSettings(WorkerSettings, DrafterKey):
@@ -35,7 +35,7 @@ class DrafterSettings(WorkerSettings, DrafterKey):
     draft_vocabulary: str = Field(
         "", description="JSON file with the ids that a model may draft, as a list or under 'ids'; empty: all."
     )
-    suffix_shared_tokens: int = Field(65_536, ge=0, description="suffix: tokens kept of ended sessions per salt.")
+    suffix_shared_tokens: Int = Field(65_536, ge=0, description="suffix: tokens kept of ended sessions per salt.")
     suffix_factor: float = Field(2.0, gt=0, le=64, description="suffix: maximum length of a guess per matched token.")
     suffix_certainty: float = Field(0.1, gt=0, le=1, description="suffix: least probability that a token's path holds.")
     ngram_max: int = Field(4, ge=1, le=16, description="ngram: longest sequence to look up, tokens.")

@@ -223,6 +223,17 @@ def test_every_field_is_described(kind: type[Settings]) -> None:
     assert kind.__doc__
 
 
+@pytest.mark.parametrize("kind", EVERY_KIND[1:])
+def test_every_number_has_a_bound_that_messages_and_timers_can_hold(kind: type[Settings]) -> None:
+    """No timer waits for infinity, and gRPC counts milliseconds in 32 bits."""
+    numbers = {name: field.annotation for name, field in kind.model_fields.items() if field.annotation in (int, float)}
+    assert {"max_sessions", "open_timeout_s"} <= numbers.keys()
+    for name, number in numbers.items():
+        for huge in ("1" + 30 * "0", "inf") if number is float else ("1" + 30 * "0", str(2**31)):
+            with pytest.raises(ValidationError, match="less than"):
+                kind(**{name: huge})
+
+
 def test_home_and_redis_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", "~/there")
     assert config.home().name == "there"

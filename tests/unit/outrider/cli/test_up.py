@@ -105,11 +105,20 @@ def test_targets_of_flags_variables_and_files(plans: list[LaunchPlan], tmp_path:
     assert plans.pop().target == "./a folder"
 
 
+@pytest.mark.parametrize("flag", ["--verifiers", "--drafters", "--coordinators"])
+def test_a_number_of_services_beyond_any_machine_is_refused(plans: list[LaunchPlan], flag: str) -> None:
+    result = run(flag, "99999999999")
+    assert result.exit_code == 2
+    assert "less than or equal to 1024" in " ".join(result.output.replace("│", " ").split())
+    assert not plans
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("htp-port = 1", "htp-port is not a flag of `up`; did you mean http-port"),
         ("verifer = 1", "verifer is not a flag of `up`; did you mean verifier"),
+        ("verifier = 3", "verifier is not a flag of `up`; did you mean verifiers?"),
         ("set = 1", "set is not a flag of `up`"),
     ],
 )
