@@ -187,8 +187,8 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDra
 def load(settings: DrafterSettings, progress: Callable[[str], None]) -> tuple[ModelDrafter, LoadedModel]:
     """Load the model named by the settings, and build a drafter from it."""
     if not settings.model:
-        limit = "a directory, file or hub id"
-        raise StartupError(f"kind {settings.kind} needs --model", field="model", value="", limit=limit)
+        message = f"kind {settings.kind} needs --model; of `up`, --drafter {settings.kind}:MODEL"
+        raise StartupError(message, field="model", value="", limit="a directory, file or hub id")
     head_ids = read_vocabulary(settings.draft_vocabulary) if settings.draft_vocabulary else None
     loaded = load_model(settings.model, replace(EngineOptions.of(settings), head_ids=head_ids), progress)
     folder = Path(settings.model).expanduser()  # a shell leaves the ~ of model:~/folder

@@ -359,3 +359,9 @@ def test_ids_that_cannot_be_are_refused(models: Models, tmp_path: Path, ids: obj
 def test_a_vocabulary_that_is_not_there_is_refused(models: Models) -> None:
     with pytest.raises(StartupError, match=r"nowhere\.json"):
         read_vocabulary("nowhere.json")
+
+
+@pytest.mark.parametrize("kind", ["model", "translate"])
+def test_a_missing_model_is_asked_for_in_the_form_of_each_command(kind: str) -> None:
+    with pytest.raises(StartupError, match=f"kind {kind} needs --model; of `up`, --drafter {kind}:MODEL"):
+        make(DrafterSettings(kind=kind), print)
