@@ -30,6 +30,13 @@ def test_a_damaged_file_is_to_be_copied_again(folder: Path, name: str) -> None:
         load_model(str(folder), OPTIONS)
 
 
+def test_a_folder_without_a_tokenizer_is_told_so(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(StartupError, match=r"it has no tokenizer, copy its tokenizer\.json too"):
+        load_model(str(folder), OPTIONS)
+
+
 def test_a_damaged_gguf_file_is_to_be_copied_again(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     with pytest.raises(StartupError, match=r"model\.gguf cannot be read as a GGUF file, copy or download it again"):
