@@ -12,7 +12,7 @@ from coordinator.workers.worker_connection import WorkerConnection
 from outrider.base.aio import Call, background, first_message
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest, ModelMismatch, Unavailable
-from outrider.protocol.fleet import ModelInfo, WorkerInfo
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.vocabulary import Vocabulary, check_same_vocabulary
 from outrider.security.api_keys import HEADER
 from outrider.settings.coordinator import CoordinatorSettings
@@ -27,6 +27,7 @@ class RegistryService(rpc.RegistryServicer):
 
     def __init__(self, sessions: SessionManager, settings: CoordinatorSettings, fleet: FleetKeys) -> None:
         self._sessions = sessions
+        self._compatibility = sessions.worker_pool.compatibility
         self._settings = settings
         self._fleet = fleet
         self._stopping = asyncio.Event()
@@ -39,17 +40,25 @@ class RegistryService(rpc.RegistryServicer):
         """Register a worker while its stream lasts; only the first message sets identity, role, address and model."""
         info = _worker(await first_message(requests, self._settings.open_timeout_s, "worker"))
         self._fleet.check(info.role, dict(context.invocation_metadata() or ()).get(HEADER))
-        told = info.model
-        if others := self._sessions.worker_pool.compatibility.other_vocabularies(info):
-            yield pb.RegisterReply(send_vocabulary=True)
-            continued = await _continued(others, requests)  # the drafter may lack tokens that were added for chats
-            info = replace(info, model=replace(told, vocabulary_digest=continued.digest))
-        self._refuse_when_stopping()
-        self._sessions.delivery.check(info)
-        connection = await self._sessions.registrations.admit(info)
+        told, tokens = info.model, tuple[str, ...]()
+        try:
+            if others := self._compatibility.other_vocabularies(info):
+                yield pb.RegisterReply(send_vocabulary=True)
+                continued, tokens = await _continued(others, requests)  # it may lack tokens that were added for chats
+                info = replace(info, model=replace(told, vocabulary_digest=continued.digest))
+            if info.role is Role.DRAFTER:
+                info = replace(info, model=self._compatibility.adapted(told, info.model, tokens))
+            self._refuse_when_stopping()
+            self._sessions.delivery.check(info)
+            connection = await self._sessions.registrations.admit(info)
+        except ModelMismatch as error:
+            if info.role is Role.VERIFIER or self._sessions.targets.settles_in_s <= 0:
+                raise
+            raise Unavailable(f"{error.message}; is a verifier of its own target starting?") from error
         try:
             yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
-            async with background(self._receive_reports(requests, connection, told), self._stopping.wait()) as tasks:
+            reports = self._receive_reports(requests, connection, told, tokens)
+            async with background(reports, self._stopping.wait()) as tasks:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
@@ -63,13 +72,16 @@ class RegistryService(rpc.RegistryServicer):
                 # Shielded from cancellation: a worker that stays in Redis would be added again.
                 await asyncio.shield(self._sessions.registrations.remove(info.worker_id))
 
-    async def _receive_reports(self, requests: _Requests, connection: WorkerConnection, told: ModelInfo) -> None:
+    async def _receive_reports(
+        self, requests: _Requests, connection: WorkerConnection, told: ModelInfo, tokens: tuple[str, ...]
+    ) -> None:
         async for request in requests:
             self._sessions.delivery.check(connection.info)
-            if connection.info.model != told and self._sessions.worker_pool.compatibility.has_vocabulary(told):
-                raise Unavailable("a target with this drafter's own vocabulary has come; register again")
+            now = connection.info.model
+            if self._compatibility.adapted(told, now, tokens).vocabulary_digest != now.vocabulary_digest:
+                raise Unavailable("another target with this drafter's vocabulary has verifiers now; register again")
             if (report := _worker(request)).model == told:
-                report = replace(report, model=connection.info.model)
+                report = replace(report, model=now)
             await self._sessions.registrations.update(report, connection)
             await asyncio.sleep(0.05)  # so that a flood of reports holds up its sender only
 
@@ -78,8 +90,8 @@ class RegistryService(rpc.RegistryServicer):
             raise Unavailable("this coordinator is shutting down; register with another", retry_after_ms=500)
 
 
-async def _continued(targets: Sequence[Vocabulary], requests: _Requests) -> Vocabulary:
-    """Return the first that begins as a drafter's, which is read to its end, else an error would not arrive."""
+async def _continued(targets: Sequence[Vocabulary], requests: _Requests) -> tuple[Vocabulary, tuple[str, ...]]:
+    """Return the first that begins as a drafter's, and that, read to its end: else an error would not arrive."""
     left, read, difference = [*targets], 0, ModelMismatch("the drafter has sent no vocabulary")
     async for request in requests:
         await asyncio.sleep(0.05)  # as for reports
@@ -103,7 +115,7 @@ async def _continued(targets: Sequence[Vocabulary], requests: _Requests) -> Voca
             break
     if not left or not read:
         raise difference
-    return left[0]
+    return left[0], left[0].tokens[:read]
 
 
 def _worker(request: pb.RegisterRequest) -> WorkerInfo:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
+from dataclasses import replace
+from itertools import chain
 
 import grpc
 import structlog
 
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target, fetch_target
-from coordinator.workers.targets.fit import check_drafter, shares_vocabulary, target_mismatch
+from coordinator.workers.targets.fit import check_drafter, fits, shares_vocabulary, target_mismatch
 from coordinator.workers.targets.known_targets import KnownTargets
 from coordinator.workers.worker_connection import worker_error
 from outrider.base import endpoint
@@ -54,12 +56,20 @@ class Compatibility:
 
     def other_vocabularies(self, info: WorkerInfo) -> list[Vocabulary]:
         """Return the vocabularies of the targets to compare a drafter's with, if none of them has the drafter's."""
-        alone = not info.model.vocabulary_digest or self.has_vocabulary(info.model)
+        alone = not info.model.vocabulary_digest or any(shares_vocabulary(info.model, it.info) for it in self._targets)
         return [] if alone or info.role is Role.VERIFIER else [known.vocabulary for known in self._targets]
 
-    def has_vocabulary(self, drafter: ModelInfo) -> bool:
-        """Return whether a target has this very vocabulary."""
-        return any(shares_vocabulary(drafter, known.info) for known in self._targets)
+    def adapted(self, told: ModelInfo, now: ModelInfo, tokens: tuple[str, ...]) -> ModelInfo:
+        """Return a drafter's model with its own vocabulary, or one that begins so, of a target that has verifiers.
+
+        That is `now` where there is none. `tokens` are the drafter's, if it was asked for them.
+        """
+        known = {it.info.vocabulary_digest: it.vocabulary.tokens for it in self._targets}
+        own = known.get(told.vocabulary_digest, tokens)
+        served = [it for it in self._targets if self._verifiers(it.identity)]
+        longer = (it.info.vocabulary_digest for it in served if own and it.vocabulary.tokens[: len(own)] == own)
+        models = chain((told, now), (replace(told, vocabulary_digest=digest) for digest in longer))
+        return next((model for model in models if any(fits(model, it.info) for it in served)), now)
 
     def identity(self, model: ModelInfo) -> str:
         """Return what the verifiers of one target have in common."""

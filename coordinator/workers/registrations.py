@@ -18,7 +18,7 @@ from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import cancel_all
 from outrider.protocol.errors import Conflict, InvalidRequest, OutriderError, Overloaded, Unavailable
-from outrider.protocol.fleet import Role, WorkerInfo
+from outrider.protocol.fleet import WorkerInfo
 
 log = structlog.get_logger(__name__)
 
@@ -120,8 +120,7 @@ class Registrations:
             self._adding[gone].cancel()
         self._ignored = {worker_id: why for worker_id, why in self._ignored.items() if worker_id in recorded}
         await self._forget_silent(recorded)
-        for verifier in self._workers.of(Role.VERIFIER):
-            self.worker_pool.complete(verifier.info.model)
+        self.worker_pool.agree_on_sampling()
         await self._workers.close_unused()
 
     async def _add_recorded(self, info: WorkerInfo) -> None:
@@ -183,7 +182,8 @@ class Registrations:
         quiet_s = time.monotonic() - connection.reported_at
         reports = bool(connection.registrations) and quiet_s <= SILENT_AFTER_HEARTBEATS * self._heartbeat_s
         if connection.info.worker_id == info.worker_id:
-            # A worker known only from Redis is present until it is forgotten.
-            present = reports or not connection.registrations or info.role is not connection.info.role
+            # A worker known only from Redis is present until it is forgotten, or serves another target at its place.
+            elsewhere = not (connection.registrations or same_place(connection.info, info))
+            present = reports or elsewhere or info.role is not connection.info.role
             return "worker_id" if present and not same_worker(connection.info, info) else ""
         return "address" if reports and same_place(connection.info, info) else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +21,7 @@ from coordinator.workers.targets.fit import check_drafter
 from coordinator.workers.targets.known_targets import KnownTargets, ModelNames
 from coordinator.workers.worker_connection import WorkerConnection
 from outrider.protocol.errors import ModelMismatch
-from outrider.protocol.fleet import ModelInfo, Role, SamplingDefaults, WorkerInfo
+from outrider.protocol.fleet import Role, SamplingDefaults, WorkerInfo
 from outrider.settings.coordinator import CoordinatorSettings
 
 log = structlog.get_logger(__name__)
@@ -67,12 +68,16 @@ class WorkerPool:
         shunned, rests = self.shunned.is_shunned(connection.info), connection.is_silent or not connection.usable()
         return "shunned" if shunned else "draining" if connection.info.draining else "resting" if rests else "usable"
 
-    def complete(self, model: ModelInfo) -> None:
-        """Add what a target's makers recommend, which a coordinator of an older version did not pass on."""
-        target = self.targets.of(self.compatibility.identity(model))
-        if target is not None and target.info.sampling == SamplingDefaults() != model.sampling:
-            whole = replace(target, info=replace(target.info, sampling=model.sampling))
-            self.targets.add(whole, lambda _: self.connections())  # no other one is forgotten
+    def agree_on_sampling(self) -> None:
+        """Give each target the sampling defaults that most of its verifiers state, the same at every coordinator."""
+        for target in self.targets:
+            stated = Counter(verifier.info.model.sampling for verifier in self.verifiers(target.identity))
+            del stated[SamplingDefaults()]  # which a coordinator of an older version does not pass on
+            most = max(sorted(stated, key=str), key=stated.__getitem__, default=target.info.sampling)
+            if most != target.info.sampling:
+                log.info("sampling defaults set", model=target.info.name, verifiers=stated[most], sampling=str(most))
+                changed = replace(target, info=replace(target.info, sampling=most))
+                self.targets.add(changed, lambda _: self.connections())  # no other one is forgotten
 
     async def add(self, target: Target) -> None:
         """Add a new target and remove the drafters that do not fit it."""

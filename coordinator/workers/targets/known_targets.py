@@ -69,12 +69,16 @@ class KnownTargets:
             return self.first
         return next((target for target in self if target.info.name == wanted), None)
 
+    @property
+    def settles_in_s(self) -> float:
+        """Return for how long further targets may follow; 0 or less: none is expected."""
+        return self._changed_at + self.settle_s - time.monotonic()
+
     async def find(self, model: str | None, within_s: float = math.inf) -> Target:
         """Return the target that a request names; wait for it until the fleet has settled, at most `within_s`."""
         if not self._may_wait.locked():
             async with self._may_wait:
-                left_s = min(within_s, self._changed_at + self.settle_s - time.monotonic())
-                await until(lambda: self._find(model) is not None, left_s, _POLL_S)
+                await until(lambda: self._find(model) is not None, min(within_s, self.settles_in_s), _POLL_S)
         return self.named(model)
 
     def _find(self, model: str | None) -> Target | None:
@@ -86,8 +90,7 @@ class KnownTargets:
         if (found := self._find(model)) is not None:
             return found
         wanted = f"model {shorten(repr(model))}" if model else f"the default model {self._names.default}"
-        settled = time.monotonic() - self._changed_at >= self.settle_s
-        if not settled or model in (None, "", self._names.served, self._names.default, *self._names.aliases):
+        if self.settles_in_s > 0 or model in (None, "", self._names.served, self._names.default, *self._names.aliases):
             raise Unavailable(f"no verifier of {wanted} has reported yet; is one starting?", retry_after_ms=_RETRY_MS)
         raise NotFound(f"there is no {wanted} here", field="model", value=model, limit=", ".join(self.listed()))
 
@@ -110,13 +113,9 @@ class KnownTargets:
 
     def add(self, target: Target, verifiers: Callable[[str], Sized]) -> None:
         """Add a target, in the place of one of the same name. Others without verifiers are forgotten."""
-        known: dict[str, Target] = {}
-        for each in self:
-            if each.info.name == target.info.name:
-                known[target.identity] = target
-            elif verifiers(each.identity):
-                known[each.identity] = each
-        self._by_identity = {**known, target.identity: target}
+        known = [target if each.info.name == target.info.name else each for each in self]
+        kept = [each for each in known if each is target or verifiers(each.identity)]
+        self._by_identity = {each.identity: each for each in (*kept, target)}
         self._changed_at = time.monotonic()
         default = self.default
         for each in self:

@@ -27,7 +27,9 @@ async def shown(tokens: Sequence[str], at: int) -> AsyncIterator[pb.RegisterRequ
     ("tokens", "at", "target"), [("xyz", 1, CHATS), ("xy", 2, CHATS), ("abc", 2, WORDS), ("a", 1, WORDS)]
 )
 async def test_a_drafter_continues_to_the_target_that_has_its_tokens(tokens: str, at: int, target: Vocabulary) -> None:
-    assert await _continued(TARGETS, shown(tokens, at)) is target
+    found, read = await _continued(TARGETS, shown(tokens, at))
+    assert found is target
+    assert read == tuple(tokens)
 
 
 @pytest.mark.parametrize(

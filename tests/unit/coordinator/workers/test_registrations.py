@@ -340,6 +340,52 @@ async def test_what_an_older_coordinator_does_not_pass_on_is_taken_from_a_later_
     assert recommended() == [sampling]
 
 
+async def test_a_recorded_drafter_that_serves_another_vocabulary_now_is_taken_as_it_is(
+    store: SlowStore, prompt: Registrations
+) -> None:
+    """It has registered again at another coordinator. This one knew it as before, for as long as it lived."""
+    await known_from_a_record(store, prompt)
+    moved = replace(DRAFTER, model=replace(DRAFTER.model, vocabulary_digest="of another target"))
+    store.records[moved.worker_id] = moved
+    await prompt.synchronise()
+    assert [connection.info for connection in prompt.worker_pool.connections()] == [moved]
+    store.records[moved.worker_id] = replace(moved, address="127.0.0.1:7")
+    await prompt.synchronise()
+    assert [connection.info for connection in prompt.worker_pool.connections()] == [moved], "that is another process"
+
+
+async def test_verifiers_with_different_sampling_defaults_have_those_of_most_everywhere(
+    store: SlowStore, prompt: Registrations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each coordinator took those of the first verifier that it met."""
+
+    async def fetch(info: ModelInfo, *_: object) -> Target:
+        return target_of(info)
+
+    def sampling() -> list[float | None]:
+        return [target.info.sampling.temperature for target in prompt.worker_pool.targets]
+
+    monkeypatch.setattr(compatibility, "fetch_target", fetch)
+    given = {"v1": 0.9, "v2": 0.5, "v3": 0.9}
+    infos = {
+        name: replace(verifier(name, f"127.0.0.1:{name[1]}", "m"), model=ModelInfo("m", "m", sampling=of))
+        for name, of in ((name, SamplingDefaults(temperature=each)) for name, each in given.items())
+    }
+    for order in (["v2", "v1", "v3"], ["v1", "v2", "v3"]):
+        for name in order:
+            await prompt.admit(infos[name])
+        await prompt.synchronise()
+        assert sampling() == [0.9], "most have that"
+        await prompt.remove("v3")
+        await prompt.synchronise()
+        assert sampling() == [0.5], "of equally many the same one everywhere"
+        for name in ("v1", "v2"):
+            await prompt.remove(name)
+        await prompt.synchronise()
+        assert sampling() == [0.5], "as long as there is no other"
+        store.records.clear()
+
+
 async def test_a_worker_that_is_ignored_is_logged_once(store: SlowStore, prompt: Registrations) -> None:
     """Its record comes with every heartbeat, on every coordinator."""
     await prompt.admit(DRAFTER)
