@@ -198,6 +198,8 @@ async def _logged(method: str, context: Call, **about: str) -> AsyncIterator[dic
         about["status"] = (error if isinstance(error, OutriderError) else OutriderError).grpc_status
         raise
     finally:
+        if context.code():  # set for a client that does not read
+            about["status"] = "DEADLINE_EXCEEDED"
         log.info("grpc", method=method, ms=round(1000 * (time.monotonic() - started)), **about)
 
 

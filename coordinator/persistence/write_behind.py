@@ -36,12 +36,13 @@ class Entry:
         self.durable = 0  # output tokens that are in Redis
         self.known = False  # the request is in Redis
         self.finish_written = False
+        self.in_doubt = False  # another coordinator may own it, and nothing has been written for long
         self.opening = False  # such a write is in progress, see `WriteBehind.write_first`
         self.request_id = current().request_id
 
     @property
     def current(self) -> bool:
-        written = self.known and self.durable == len(self.record.tokens)
+        written = self.known and not self.in_doubt and self.durable == len(self.record.tokens)
         return written and (self.finish_written or not self.record.finished)
 
 
@@ -112,7 +113,7 @@ class WriteBehind:
 
     async def _write(self, entry: Entry) -> bool:
         """Write the changes of a session; return False if another coordinator owns it now."""
-        record = entry.record
+        record, entry.in_doubt = entry.record, False
         start, end, finished = entry.durable, len(record.tokens), record.finished
         answer = await self._store.write(record, start, end, whole=not entry.known)
         if answer in ("FENCED", "CANCELLED"):

@@ -96,7 +96,8 @@ class Session:
         if self._task is not None:
             await self._context.write_behind.write_first(self._entry)
 
-    def store(self) -> None:
+    def store(self, *, in_doubt: bool = False) -> None:
+        self._entry.in_doubt |= in_doubt
         self._context.write_behind.mark_changed(self._entry)
 
     def cancel(self) -> None:

@@ -45,6 +45,7 @@ log = structlog.get_logger(__name__)
 
 _FLUSH_S = 3.0
 _FIND_WAIT_S = 0.1
+_CHECK_S = 2.0
 
 
 class SessionManager:
@@ -99,6 +100,7 @@ class SessionManager:
             critical_task(self.registrations.run(), "registrations"),
             critical_task(watch(pool.workers.in_use, pool.has_spare, self._settings.verdict_timeout_s), "liveness"),
             critical_task(self.delivery.run(), "projections"),
+            critical_task(self._check_waiting(), "waiting sessions"),
         ]
 
     def drain(self) -> None:
@@ -117,6 +119,14 @@ class SessionManager:
         await self.worker_pool.workers.close()
         await self.store.connection.close()
         await self._tracing.close()
+
+    async def _check_waiting(self) -> None:
+        """Write sessions without tokens again and again: another coordinator may have cancelled one, or resumed it."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            for session in self.live:
+                if session.stats.waiting and not session.ended:
+                    session.store(in_doubt=True)
 
     # State.
 

@@ -16,6 +16,7 @@ import grpc
 import httpx2 as httpx
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 
 from coordinator.api.service import CoordinatorService
 from outrider.base.aio import until as soon
@@ -116,6 +117,13 @@ async def test_an_http_client_that_never_reads_keeps_no_seat(
 
 
 async def test_a_grpc_client_that_never_reads_keeps_no_seat(small: Home) -> None:
+    with capture_logs() as lines:
+        await never_reading(small)
+    told = [line["status"] for line in lines if line["event"] == "grpc" and line["method"] == "Generate"]
+    assert sorted(told) == [*["DEADLINE_EXCEEDED"] * SEATS, "OK"], "as the clients were told"
+
+
+async def never_reading(small: Home) -> None:
     async with grpc.aio.insecure_channel(small.coordinator, options=SMALL_WINDOW) as channel:
         stub: Any = rpc.OutriderStub(channel)  # type: ignore[no-untyped-call,unused-ignore]
         calls = [stub.Generate(ask("Nobody reads this. ", **LONG), timeout=60) for _ in range(SEATS)]

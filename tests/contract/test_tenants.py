@@ -245,14 +245,15 @@ async def test_a_call_that_is_ended_behind_its_last_message_is_ok(hotel: Hotel) 
         trailing_metadata=tuple,
         send_initial_metadata=no_metadata,
         time_remaining=lambda: None,
+        code=lambda: code,
     )
     with capture_logs() as lines:
-        for last in ("chunk", "complete"):
+        for last, code in (("chunk", 0), ("complete", 0), ("complete", 4)):
             replies: Any = hotel.service.Generate(ask(PROMPT, max_tokens=5, ignore_eos=True, seed=9), context)
             while not (await anext(replies)).HasField(last):
                 pass
             await replies.aclose()
-    assert [line["status"] for line in lines if line["event"] == "grpc"] == ["CANCELLED", "OK"]
+    assert [line["status"] for line in lines if line["event"] == "grpc"] == ["CANCELLED", "OK", "DEADLINE_EXCEEDED"]
 
 
 async def test_a_key_may_be_sent_as_anthropic_s_clients_send_it(hotel: Hotel) -> None:
