@@ -29,6 +29,7 @@ from outrider.runtime.registration_client import RegistrationClient
 from outrider.security.auth_interceptor import AuthInterceptor
 from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
+from outrider.security.error_interceptor import as_outrider_error
 from outrider.v1 import common_pb2 as common
 
 M = TypeVar("M")
@@ -129,7 +130,7 @@ class WorkerService:
     async def _receive(
         self, session: object, requests: AsyncIterator[M], context: Context, apply: Callable[[M], None]
     ) -> None:
-        """Apply a peer's messages until it ends its side or one is invalid, and close the session."""
+        """Apply a peer's messages until it ends its side or one fails, and close the session."""
         try:
             if isinstance(context, DirectCall):
                 context.deliver(apply)
@@ -137,8 +138,9 @@ class WorkerService:
             async for request in requests:
                 apply(request)
                 self._worker_loop.wake()
-        except OutriderError as error:
-            self._worker_loop.close(session, error)
+        except Exception as error:
+            refused = isinstance(error, grpc.aio.AioRpcError)  # by the stream, which has ended with it
+            self._worker_loop.close(session, None if refused else as_outrider_error(error))
         self._worker_loop.close(session)
 
     async def Probe(self, request: common.ProbeRequest, context: Call) -> common.ProbeReply:

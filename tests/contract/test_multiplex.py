@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from outrider.multiplex.calls import MultiplexedCall, SessionCall
 from outrider.multiplex.client import WorkerCalls
 from outrider.multiplex.frames import MAX_BATCH_BYTES, MESSAGE_COST, PART_BYTES, WINDOW_BYTES
 from outrider.protocol.errors import Fenced, InvalidRequest, PeerLost
+from outrider.protocol.speculation import VerifySteering
 from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
 from outrider.settings.verifier import VerifierSettings
@@ -34,6 +35,7 @@ from tests.cluster import in_process, verifier_load
 from tests.contract.conftest import Verify, drafter_serving, opening, verifier_serving, verifying
 from verifier.engine_target import EngineTarget
 from verifier.service import VerifierService
+from verifier.session import VerifySession
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -149,6 +151,50 @@ async def test_an_error_ends_its_own_session_only(verifier: str, prompt: list[in
             await undecodable.read()
         await good.steer(gamma=0)
         assert await read_all(good) == greedy(prompt, 200)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["in the shared stream", "a call of its own"])
+async def test_an_error_that_nobody_expects_ends_its_own_session_only(
+    verifier: str, prompt: list[int], greedy: Any, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """Its session got no verdicts any more, and no error, as long as the stream lasted."""
+    steer = VerifySession.steer
+
+    def failing(session: VerifySession, steering: VerifySteering) -> None:
+        if session.id == "bad" and steering.gamma == 7:
+            raise KeyError("what no check has thought of")
+        steer(session, steering)
+
+    monkeypatch.setattr(VerifySession, "steer", failing)
+    async with AsyncExitStack() as stack:
+        shared = await stack.enter_async_context(sharing(verifier))
+        good, bad = [await shared.verify() for _ in range(2)]
+        if own:
+            bad = await stack.enter_async_context(verifying(verifier))
+        for name, stream in (("good", good), ("bad", bad)):
+            await stream.open(prompt, session_id=name, max_tokens=200, gamma=4, draft_wait_us=400_000)
+        with capture_logs() as lines:
+            await bad.steer(gamma=7)
+            with pytest.raises(grpc.aio.AioRpcError, match="internal error: KeyError") as caught:
+                async with asyncio.timeout(20):
+                    await bad.rest()
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert [line["log_level"] for line in lines if line["event"] == "request failed"] == ["error"]
+        await good.steer(gamma=0)
+        assert await read_all(good) == greedy(prompt, 200)
+    assert await soon_free(verifier)
+
+
+async def test_a_message_that_is_too_large_is_no_failure_here(verifier: str, prompt: list[int]) -> None:
+    async with sharing(verifier) as shared:
+        stream = await shared.verify()
+        await stream.open(prompt, session_id="large", max_tokens=200, gamma=4, draft_wait_us=400_000)
+        with capture_logs() as lines:
+            stream.call.raw.send(bytes(33 * 2**20))
+            with pytest.raises(grpc.aio.AioRpcError, match="message larger than max"):
+                await stream.rest()
+            assert await soon_free(verifier)
+    assert not [line for line in lines if line["log_level"] == "error"]
 
 
 async def test_a_higher_epoch_takes_over_across_streams(verifier: str, prompt: list[int]) -> None:
