@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.targets.fit import check_drafter
 from coordinator.workers.worker_connection import WorkerConnection
 from outrider.base.aio import Call, background, first_message
 from outrider.protocol import convert
@@ -51,33 +52,33 @@ class RegistryService(rpc.RegistryServicer):
             self._refuse_when_stopping()
             self._sessions.delivery.check(info)
             connection = await self._sessions.registrations.admit(info)
+            try:
+                yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
+                reports = self._receive_reports(requests, connection, told, tokens)
+                async with background(reports, self._stopping.wait()) as tasks:
+                    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+                self._refuse_when_stopping()
+            finally:
+                connection.registrations -= 1
+                # A worker that has registered again over a new stream stays when the old one ends. At shutdown its
+                # record stays in Redis: other coordinators continue with the worker while it registers with them.
+                present = connection in self._sessions.worker_pool.connections()
+                if present and not connection.registrations and not self._stopping.is_set():
+                    # Shielded from cancellation: a worker that stays in Redis would be added again.
+                    await asyncio.shield(self._sessions.registrations.remove(info.worker_id))
         except ModelMismatch as error:
             if info.role is Role.VERIFIER or self._sessions.targets.settles_in_s <= 0:
                 raise
             raise Unavailable(f"{error.message}; is a verifier of its own target starting?") from error
-        try:
-            yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
-            reports = self._receive_reports(requests, connection, told, tokens)
-            async with background(reports, self._stopping.wait()) as tasks:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            self._refuse_when_stopping()
-        finally:
-            connection.registrations -= 1
-            # A worker that has registered again over a new stream stays when the old one ends. At shutdown its record
-            # stays in Redis: other coordinators continue with the worker while it registers with them.
-            present = connection in self._sessions.worker_pool.connections()
-            if present and not connection.registrations and not self._stopping.is_set():
-                # Shielded from cancellation: a worker that stays in Redis would be added again.
-                await asyncio.shield(self._sessions.registrations.remove(info.worker_id))
 
     async def _receive_reports(
         self, requests: _Requests, connection: WorkerConnection, told: ModelInfo, tokens: tuple[str, ...]
     ) -> None:
         async for request in requests:
             self._sessions.delivery.check(connection.info)
-            now = connection.info.model
+            check_drafter(now := connection.info.model, self._sessions.targets)
             if self._compatibility.adapted(told, now, tokens).vocabulary_digest != now.vocabulary_digest:
                 raise Unavailable("another target with this drafter's vocabulary has verifiers now; register again")
             if (report := _worker(request)).model == told:

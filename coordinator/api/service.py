@@ -118,9 +118,11 @@ class CoordinatorService(rpc.OutriderServicer):
             with admission(self.sessions.metrics):
                 set_urgency(request.priority if request.HasField("priority") else None, context.time_remaining())
                 target = await self.sessions.targets.find(request.model, urgency().remaining_s)
-                prepared = await prepare(from_proto(request, target), request.ByteSize(), target, self._settings)
+                size = request.ByteSize()
+                prepared = await prepare(from_proto(request, target), size, target, self._settings)
                 if key := request.idempotency_key:
-                    prepared = replace(prepared, sent=await beside(request.ByteSize(), _sent, request))
+                    sent = await beside(size, lambda it: digest_of(it.SerializeToString(deterministic=True)), request)
+                    prepared = replace(prepared, sent=sent)
                 session = await self.sessions.begin(prepared, target, key)
             call["session_id"] = session.record.session_id
             del request  # see `WholeMessages`
@@ -180,11 +182,6 @@ def from_proto(request: pb.GenerateRequest, target: Target) -> ClientRequest:
     )
 
 
-def _sent(request: pb.GenerateRequest) -> str:
-    """Return the digest of a request as it was sent."""
-    return digest_of(request.SerializeToString(deterministic=True))
-
-
 @contextlib.asynccontextmanager
 async def _logged(method: str, context: Call, **about: str) -> AsyncIterator[dict[str, str]]:
     """Send the request id, given or new; log the end of a call with what is known of it by then, as the HTTP API."""
@@ -198,8 +195,7 @@ async def _logged(method: str, context: Call, **about: str) -> AsyncIterator[dic
         about["status"] = (error if isinstance(error, OutriderError) else OutriderError).grpc_status
         raise
     finally:
-        if context.code():  # set for a client that does not read
-            about["status"] = "DEADLINE_EXCEEDED"
+        about["status"] = "DEADLINE_EXCEEDED" if context.code() else about["status"]  # of a client that does not read
         log.info("grpc", method=method, ms=round(1000 * (time.monotonic() - started)), **about)
 
 

@@ -124,9 +124,8 @@ class SessionManager:
         """Write sessions without tokens again and again: another coordinator may have cancelled one, or resumed it."""
         while True:
             await asyncio.sleep(_CHECK_S)
-            for session in self.live:
-                if session.stats.waiting and not session.ended:
-                    session.store(in_doubt=True)
+            for session in (each for each in self.live if each.stats.waiting and not each.ended):
+                session.store(in_doubt=True)
 
     # State.
 

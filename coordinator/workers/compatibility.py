@@ -60,12 +60,8 @@ class Compatibility:
         return [] if alone or info.role is Role.VERIFIER else [known.vocabulary for known in self._targets]
 
     def adapted(self, told: ModelInfo, now: ModelInfo, tokens: tuple[str, ...]) -> ModelInfo:
-        """Return a drafter's model with its own vocabulary, or one that begins so, of a target that has verifiers.
-
-        That is `now` where there is none. `tokens` are the drafter's, if it was asked for them.
-        """
-        known = {it.info.vocabulary_digest: it.vocabulary.tokens for it in self._targets}
-        own = known.get(told.vocabulary_digest, tokens)
+        """Return a drafter's model with the vocabulary of a served target, its own or a longer one; else `now`."""
+        own = {it.vocabulary.digest: it.vocabulary.tokens for it in self._targets}.get(told.vocabulary_digest, tokens)
         served = [it for it in self._targets if self._verifiers(it.identity)]
         longer = (it.info.vocabulary_digest for it in served if own and it.vocabulary.tokens[: len(own)] == own)
         models = chain((told, now), (replace(told, vocabulary_digest=digest) for digest in longer))

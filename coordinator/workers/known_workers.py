@@ -48,9 +48,8 @@ class KnownWorkers:
             # Its sessions then see its reports, and it counts them.
             record_report(self._unregistered.pop(info.worker_id), info)
             return self._add(left)
-        await self.drop(info.worker_id)
         for connection in self:
-            if same_place(connection.info, info) and connection.info.worker_id != info.worker_id:
+            if connection.info.worker_id == info.worker_id or same_place(connection.info, info):
                 await self.drop(connection.info.worker_id)  # restarted at the same address
         if info.worker_id in self._present:  # another task has added it in the meantime
             return await self.put(info)

@@ -26,7 +26,6 @@ LOST_AFTER_HEARTBEATS = 5
 SILENT_AFTER_HEARTBEATS = 2.5  # then another worker may take its address, as after a restart
 MAX_WORKERS = 1024  # of a role
 _MAX_FETCHES = 16  # at once, of tokenizers of 128 MiB at most
-_AGAIN_MS = 500
 _ANSWERING = 12  # times as long a worker is kept that answers probes
 
 
@@ -68,7 +67,7 @@ class Registrations:
             message += "change; open another stream for another worker"
             raise InvalidRequest(message, field="worker", value=info.worker_id, limit="as in the first message")
         if self._workers.get(info.worker_id) is not connection:
-            raise Unavailable("this worker was removed; register again", retry_after_ms=_AGAIN_MS)
+            raise Unavailable("this worker was removed; register again", retry_after_ms=500)
         record_report(connection, info)
         connection.seen_at = connection.reported_at = time.monotonic()
         with suppress(StoreDown):  # which is logged, once
@@ -154,7 +153,7 @@ class Registrations:
                     await self._workers.drop(each.info.worker_id)
             is_new = compatibility.check(info)
             if is_new and fetched is not None:
-                await self.worker_pool.add(fetched)
+                self.worker_pool.add(fetched)
             if not is_new or fetched is not None:
                 connection = await self._workers.put(info)
                 connection.seen_at = time.monotonic()

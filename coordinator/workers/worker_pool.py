@@ -17,10 +17,8 @@ from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.known_workers import KnownWorkers
 from coordinator.workers.shunned import ShunnedWorkers
 from coordinator.workers.target import Target
-from coordinator.workers.targets.fit import check_drafter
 from coordinator.workers.targets.known_targets import KnownTargets, ModelNames
 from coordinator.workers.worker_connection import WorkerConnection
-from outrider.protocol.errors import ModelMismatch
 from outrider.protocol.fleet import Role, SamplingDefaults, WorkerInfo
 from outrider.settings.coordinator import CoordinatorSettings
 
@@ -79,18 +77,11 @@ class WorkerPool:
                 changed = replace(target, info=replace(target.info, sampling=most))
                 self.targets.add(changed, lambda _: self.connections())  # no other one is forgotten
 
-    async def add(self, target: Target) -> None:
-        """Add a new target and remove the drafters that do not fit it."""
+    def add(self, target: Target) -> None:
+        """Add a new target. Drafters that fit none any more hear of it with their next reports."""
         self.targets.add(target, self.verifiers)
         self._on_target(target.info.name)
         log.info("target set", model=target.info.name, fingerprint=target.info.fingerprint)
-        for connection in self.workers.of(Role.DRAFTER):
-            try:
-                check_drafter(connection.info.model, self.targets)
-            except ModelMismatch as error:
-                worker_id = connection.info.worker_id
-                log.warning("drafter removed: does not fit the target", worker=worker_id, error=error.message)
-                await self.workers.drop(worker_id)
 
     def choose(self, role: Role, fits: Fits, prefer: str = "", pick: Pick = least_loaded) -> WorkerConnection | None:
         """Return, of the usable workers that fit, the preferred one or else what `pick` returns."""
@@ -104,14 +95,13 @@ class WorkerPool:
     ) -> WorkerConnection | None:
         """Return a chosen worker of a role, waiting for one if necessary, or None after `seconds`."""
         deadline = time.monotonic() + seconds
-        added = self.workers.added
         while (connection := choose()) is None and time.monotonic() < deadline:
-            added.clear()
+            self.workers.added.clear()
             # Polled, because a backoff ends without an event; not for a first worker, which is an event.
             most_s = poll_s if self.workers.of(role) else seconds
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(most_s, max(0.01, deadline - time.monotonic()))):
-                    await added.wait()
+                    await self.workers.added.wait()
         return connection
 
     def has_spare(self, silent: WorkerConnection) -> bool:

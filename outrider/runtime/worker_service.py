@@ -139,8 +139,8 @@ class WorkerService:
                 apply(request)
                 self._worker_loop.wake()
         except Exception as error:
-            refused = isinstance(error, grpc.aio.AioRpcError)  # by the stream, which has ended with it
-            self._worker_loop.close(session, None if refused else as_outrider_error(error))
+            ended = isinstance(error, grpc.aio.AioRpcError)  # by the stream, with what it refused
+            self._worker_loop.close(session, None if ended else as_outrider_error(error))
         self._worker_loop.close(session)
 
     async def Probe(self, request: common.ProbeRequest, context: Call) -> common.ProbeReply:

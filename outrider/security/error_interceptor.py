@@ -108,12 +108,10 @@ def _checked_stream_handler(behaviour: Callable[..., AsyncIterator[Any]], write_
                     except cygrpc.ExecuteBatchError:
                         log.debug("caller is gone", peer=context.peer())
                         return
-                    except asyncio.CancelledError:
-                        if timer.timeout.when() is not None:  # the handler ends before `abort`, and may log its status
-                            context.set_code(grpc.StatusCode.DEADLINE_EXCEEDED)
-                        raise
                     finally:
                         timer.began = None
+                        if timer.timeout.when() is not None:  # it ends before `abort`, and may log its status
+                            context.set_code(grpc.StatusCode.DEADLINE_EXCEEDED)
                 return
         except grpc.aio.AbortError:
             raise
