@@ -364,9 +364,9 @@ async def test_a_worker_that_does_not_read_loses_its_stream(monkeypatch: pytest.
         yield FIRST
         await asyncio.sleep(3600)
 
+    monkeypatch.setattr(client, "WRITE_TIMEOUT_S", 1.0)
     async with worker_whose_sessions(silent) as address, sharing(address) as shared:
         calls = [await shared.start() for _ in range(64)]
-        monkeypatch.setattr(client, "WRITE_TIMEOUT_S", 0.2)
         with capture_logs() as lines:
             for call in calls:
                 call.raw.send(b"x" * WINDOW_BYTES)

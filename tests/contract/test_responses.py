@@ -469,7 +469,8 @@ async def test_a_slow_first_token_is_waited_for_with_comments(
     for module in (response_events, http_replies):
         monkeypatch.setattr(module, "SILENCE_S", 0.05)
     base = f"http://{house.service.http_address}/v1"
-    bodies = {"responses": ASK, "chat/completions": {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 3}}
+    few = ASK | {"max_output_tokens": 3}
+    bodies = {"responses": few, "chat/completions": {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 3}}
     with slowed(house.loaded, 0.5):
         for path, body in bodies.items():
             async with httpx.AsyncClient(timeout=60) as web:
@@ -481,7 +482,7 @@ async def test_a_slow_first_token_is_waited_for_with_comments(
                     f"{base}/{path}", json=body | {"stream": True}, headers={"X-Request-Timeout": "9"}
                 )
                 assert ": ping" not in late.text.partition("data:")[0], "it may still get a status"
-        events = [event async for event in await api.responses.create(**ASK | {"max_output_tokens": 3}, stream=True)]
+        events = [event async for event in await api.responses.create(**few, stream=True)]
         assert events[0].type == "response.created"
         assert [event.sequence_number for event in events] == list(range(len(events)))
         chunks = [
