@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -61,13 +62,16 @@ def check(calls: list[tuple[str, str]]) -> None:
 
 @pytest.mark.parametrize("form", DIALECTS)
 async def test_calls_are_valid_and_the_same_in_every_way(apis: dict[str, AsyncOpenAI], form: str) -> None:
+    choices = (named("note"), "required", named("get_weather"))
+    bodies = [ONE | {"tool_choice": choices[seed % 3], "seed": seed} for seed in range(SEEDS)]
+    wholes, plains, streams = await asyncio.gather(
+        asyncio.gather(*(asked(apis[form], 4, **body) for body in bodies)),
+        asyncio.gather(*(asked(apis[form], 0, **body) for body in bodies)),
+        asyncio.gather(*(streamed(apis[form], **body) for body in bodies)),
+    )
+    assert plains == wholes
     drawn = set()
-    for seed in range(SEEDS):
-        choice = (named("note"), "required", named("get_weather"))[seed % 3]
-        body = ONE | {"tool_choice": choice, "seed": seed}
-        whole = await asked(apis[form], 4, **body)
-        assert await asked(apis[form], 0, **body) == whole
-        pieces, reason = await streamed(apis[form], **body)
+    for whole, (pieces, reason) in zip(wholes, streams, strict=True):
         told = [(call["name"], call["arguments"]) for call in pieces["tool_calls"]]
         assert (pieces["content"], told, reason) == whole
         content, calls, reason = whole
@@ -94,12 +98,15 @@ async def test_several_calls_are_valid(apis: dict[str, AsyncOpenAI], loaded: Loa
 @pytest.mark.parametrize("form", DIALECTS)
 async def test_a_call_that_is_cut_is_a_beginning_and_can_be_sent_back(apis: dict[str, AsyncOpenAI], form: str) -> None:
     body = ONE | {"tool_choice": named("note"), "seed": 2}
-    _, [(_, whole)], _ = await asked(apis[form], 4, **body)
+    answer = await apis[form].chat.completions.create(**body)
+    [call] = answer.choices[0].message.tool_calls
+    whole, most = call.function.arguments, answer.usage.completion_tokens
     lengths = set()
-    for most in range(14, 110, 3) if form in PYTHON else range(40, 110, 6):  # whose calls are short
-        content, calls, reason = await asked(apis[form], 4, **body | {"max_tokens": most})
-        if reason != "length":
-            break
+    limits = range(14, most, 3) if form in PYTHON else range(40, min(most, 110), 6)  # whose calls are short
+    for content, calls, reason in await asyncio.gather(
+        *(asked(apis[form], 4, **body | {"max_tokens": limit}) for limit in limits)
+    ):
+        assert reason == "length"
         for name, arguments in calls:
             assert name == "note"
             assert whole.startswith(arguments.rstrip("\N{REPLACEMENT CHARACTER}")), "half a character may be its end"

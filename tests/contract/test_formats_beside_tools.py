@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections import Counter
@@ -61,22 +62,26 @@ def kind_of(form: str, content: str, calls: list[tuple[str, str]], reason: str) 
 
 async def valid_for_seeds(api: AsyncOpenAI, form: str, seeds: int) -> None:
     """The target is noise: of four answers one is what it will be, two are calls, for want of other letters."""
-    seen = Counter[str]()
-    for seed in range(seeds):
+
+    async def kind_for(seed: int) -> str:
         body = ASK | {"response_format": FORMATS[form], "seed": seed}
         body["max_tokens"] = 1500 if seed % 2 and form != "object" else 100  # of cut calls some are text
         body["parallel_tool_calls"] = seed % 4 > 1
         body |= biased(("", OF_ANSWERS[form], OF_CALLS[form], OF_ANSWERS[form])[seed % 4], -100)
         told = []
-        for gamma in (4, 0):
-            found = await api.chat.completions.create(**body, extra_body={"speculation": {"gamma": gamma}})
+        *wholes, (pieces, reason) = await asyncio.gather(
+            *(api.chat.completions.create(**body, extra_body={"speculation": {"gamma": gamma}}) for gamma in (4, 0)),
+            streamed(api, **body),
+        )
+        for found in wholes:
             [choice] = found.choices
             calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
             told.append((choice.message.content or "", calls, choice.finish_reason))
-        pieces, reason = await streamed(api, **body)
         told.append((pieces["content"], [(call["name"], call["arguments"]) for call in pieces["tool_calls"]], reason))
         assert told[0] == told[1] == told[2]
-        seen[kind_of(form, *told[0])] += 1
+        return kind_of(form, *told[0])
+
+    seen = Counter(await asyncio.gather(*map(kind_for, range(seeds))))
     assert form == "object" or (seen["calls"] and seen["answer"]), seen
 
 
@@ -99,34 +104,46 @@ async def test_a_hundred_answers_are_valid(apis: dict[str, AsyncOpenAI], dialect
 @pytest.mark.parametrize("choice", ["required", named("add")], ids=["required", "named"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_call_that_must_be_is_one(apis: dict[str, AsyncOpenAI], dialect: str, choice: Any) -> None:
-    for form in FORMATS.values():
-        body = ASK | {"response_format": form, "tool_choice": choice, "seed": 1, "parallel_tool_calls": False}
-        found = (await apis[dialect].chat.completions.create(**body)).choices[0]
-        plain = (await apis[dialect].chat.completions.create(**body | {"response_format": {"type": "text"}})).choices[0]
-        assert found.message.content is None
-        [call], [same] = found.message.tool_calls, plain.message.tool_calls
+    body = ASK | {"tool_choice": choice, "seed": 1, "parallel_tool_calls": False}
+    plain, *answers = await asyncio.gather(
+        *(
+            apis[dialect].chat.completions.create(**body, response_format=form)
+            for form in ({"type": "text"}, *FORMATS.values())
+        )
+    )
+    [same] = plain.choices[0].message.tool_calls
+    for found in answers:
+        assert found.choices[0].message.content is None
+        [call] = found.choices[0].message.tool_calls
         assert call.function == same.function
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_the_same_as_a_response(apis: dict[str, AsyncOpenAI], dialect: str) -> None:
     flat: list[Any] = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
-    for seed in range(SEEDS):
-        chat = (
-            (await apis[dialect].chat.completions.create(**ASK | {"response_format": FORMATS["schema"], "seed": seed}))
-            .choices[0]
-            .message
+    given: dict[str, Any] = {"model": "", "input": "Weather?", "tools": flat, "temperature": 1}
+    given |= {"text": {"format": {"type": "json_schema", "name": "days", "schema": DAYS}}, "max_output_tokens": 300}
+
+    async def last_event(seed: int) -> Any:
+        async with apis[dialect].responses.stream(**given, extra_body={"seed": seed}) as stream:
+            *_, last = [event async for event in stream]
+        return last
+
+    async def same(seed: int) -> None:
+        body = ASK | {"response_format": FORMATS["schema"], "seed": seed}
+        answer, found, last = await asyncio.gather(
+            apis[dialect].chat.completions.create(**body),
+            apis[dialect].responses.create(**given, extra_body={"seed": seed}),
+            last_event(seed),
         )
-        given: dict[str, Any] = {"model": "", "input": "Weather?", "tools": flat, "temperature": 1}
-        given |= {"text": {"format": {"type": "json_schema", "name": "days", "schema": DAYS}}, "max_output_tokens": 300}
-        found = await apis[dialect].responses.create(**given, extra_body={"seed": seed})
+        chat = answer.choices[0].message
         calls = [(item.name, item.arguments) for item in found.output if item.type == "function_call"]
         assert found.output_text == (chat.content or "")
         assert calls == [(call.function.name, call.function.arguments) for call in chat.tool_calls or ()]
-        async with apis[dialect].responses.stream(**given, extra_body={"seed": seed}) as stream:
-            *_, last = [event async for event in stream]
         assert last.type in ("response.completed", "response.incomplete")
         assert last.response.output_text == found.output_text
+
+    await asyncio.gather(*map(same, range(SEEDS)))
 
 
 async def test_the_clients_own_parser(apis: dict[str, AsyncOpenAI]) -> None:

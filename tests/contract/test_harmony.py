@@ -6,6 +6,7 @@ is not the first. The model adds little to them, so that its weights and the pro
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -77,6 +78,17 @@ async def streamed(api: AsyncOpenAI, body: dict[str, Any]) -> Said:
     return texts["reasoning_content"], texts["content"], calls, reason
 
 
+async def in_every_way(api: AsyncOpenAI, body: dict[str, Any]) -> Said:
+    """Return an answer that is the same streamed and without guesses."""
+    found, plain, pieces = await asyncio.gather(whole(api, 4, body), whole(api, 0, body), streamed(api, body))
+    assert found == plain == pieces
+    return found
+
+
+async def for_seeds(api: AsyncOpenAI, seeds: int, body: dict[str, Any]) -> list[Said]:
+    return await asyncio.gather(*(in_every_way(api, body | {"seed": seed}) for seed in range(seeds)))
+
+
 def check(calls: list[tuple[str, str]]) -> None:
     for name, arguments in calls:
         jsonschema.validate(json.loads(arguments), SCHEMAS[name] or {"type": "object", "maxProperties": 0})
@@ -87,10 +99,7 @@ async def test_calls_are_valid_and_the_same_streamed_and_without_guesses(
     api: AsyncOpenAI, fleet: Cluster, choice: Any
 ) -> None:
     thoughts, contents, called = "", "", set()
-    for seed in range(6):
-        body = CALLS | {"tool_choice": choice, "seed": seed}
-        reasoning, content, calls, reason = found = await whole(api, 4, body)
-        assert found == await whole(api, 0, body) == await streamed(api, body)
+    for reasoning, content, calls, reason in await for_seeds(api, 6, CALLS | {"tool_choice": choice}):
         check(calls)
         assert (len(calls), reason) == ((1, "tool_calls") if calls or choice != "auto" else (0, "stop"))
         thoughts, contents, called = thoughts + reasoning, contents + content, called | {name for name, _ in calls}
@@ -102,10 +111,8 @@ async def test_calls_are_valid_and_the_same_streamed_and_without_guesses(
 @pytest.mark.parametrize("tools", [[], TOOLS], ids=["alone", "beside tools"])
 async def test_the_final_message_has_the_format_and_thoughts_are_free(api: AsyncOpenAI, tools: list[Any]) -> None:
     thoughts = ""
-    for seed in range(4):
-        body = ASK | {"response_format": FORM, "seed": seed} | ({"tools": tools} if tools else {})
-        reasoning, content, calls, reason = found = await whole(api, 4, body)
-        assert found == await whole(api, 0, body) == await streamed(api, body)
+    body = ASK | {"response_format": FORM} | ({"tools": tools} if tools else {})
+    for reasoning, content, calls, reason in await for_seeds(api, 4, body):
         check(calls)
         assert calls or reason == "stop"
         if not calls:
@@ -117,25 +124,29 @@ async def test_the_final_message_has_the_format_and_thoughts_are_free(api: Async
 async def test_the_same_answers_as_items_which_can_be_sent_back(api: AsyncOpenAI) -> None:
     flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
     given: dict[str, Any] = {"model": "", "tools": flat, "max_output_tokens": 3000, "temperature": 1}
-    kinds = set()
-    for seed in range(4):
+
+    async def streamed_arguments(body: dict[str, Any]) -> str:
+        async with api.responses.stream(**body) as stream:
+            events = [event async for event in stream]
+        return "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+
+    async def kinds_for(seed: int) -> set[str]:
         more = {"logit_bias": BIAS, "seed": seed}
         body = given | {"input": CHAT, "tool_choice": "required", "extra_body": more}
-        response = await api.responses.create(**body)
+        response, chat, arguments = await asyncio.gather(
+            api.responses.create(**body), whole(api, 4, CALLS | {"seed": seed}), streamed_arguments(body)
+        )
         texts = {"reasoning": "", "message": ""}
         for item in response.output[:-1]:
             texts[item.type] += item.content[0].text
         call = response.output[-1]
-        chat = await whole(api, 4, CALLS | {"seed": seed})
         assert chat == (*texts.values(), [(call.name, call.arguments)], "tool_calls")
-        async with api.responses.stream(**body) as stream:
-            events = [event async for event in stream]
-        arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-        assert "".join(arguments) == call.arguments
+        assert arguments == call.arguments
         again = [*CHAT, *response.output, {"type": "function_call_output", "call_id": call.call_id, "output": "Done."}]
         assert (await api.responses.create(**given, input=again, extra_body=more)).status == "completed"
-        kinds |= {item.type for item in response.output}
-    assert kinds == {"reasoning", "message", "function_call"}
+        return {item.type for item in response.output}
+
+    assert set().union(*await asyncio.gather(*map(kinds_for, range(4)))) == {"reasoning", "message", "function_call"}
 
 
 async def test_an_agent_sends_thoughts_and_calls_back_as_they_came(api: AsyncOpenAI) -> None:
@@ -164,10 +175,7 @@ async def test_an_agent_sends_thoughts_and_calls_back_as_they_came(api: AsyncOpe
 async def test_without_tools_nothing_is_constrained_and_every_mark_is_read(api: AsyncOpenAI) -> None:
     """Noise has any order of marks."""
     marks = {str(KNOWN[f"<|{name}|>"]): 4 for name in ("start", "end", "message", "channel", "constrain")}
-    for seed in range(3):
-        body = ASK | {"logit_bias": marks, "seed": seed, "max_tokens": 120}
-        found = await whole(api, 4, body)
-        assert found == await whole(api, 0, body) == await streamed(api, body)
+    for found in await for_seeds(api, 3, ASK | {"logit_bias": marks, "max_tokens": 120}):
         assert "|>" not in "".join(found[:2])
 
 
