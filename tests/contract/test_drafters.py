@@ -90,8 +90,15 @@ class Home:
         await self.knows(0)
 
     async def answers(self, *, gamma: int, branches: int = 1, before: str = "", **params: Any) -> list[Output]:
+        return (await self.in_modes({"": params}, gamma=gamma, branches=branches, before=before))[""]
+
+    async def in_modes(
+        self, modes: dict[str, dict[str, Any]], *, gamma: int, branches: int = 1, before: str = ""
+    ) -> dict[str, list[Output]]:
+        """Ask for the answers of all modes at once."""
         requests = [
             ask(before + prompt, seed=n, gamma=gamma, **({"max_tokens": LENGTH, "ignore_eos": True} | params))
+            for params in modes.values()
             for n, prompt in enumerate(PROMPTS)
         ]
         for request in requests:
@@ -99,7 +106,8 @@ class Home:
             # Long enough for a guess to be there before the verifier goes on alone.
             request.speculation.patience_us = 1_000_000 if gamma else 0
         with after_joining(self._loaded, self._service):
-            return await generate_all(self._address, requests)
+            outputs = iter(await generate_all(self._address, requests))
+        return {mode: [next(outputs) for _ in PROMPTS] for mode in modes}
 
 
 @asynccontextmanager
@@ -129,15 +137,14 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def plain(home: Home) -> dict[str, list[Output]]:
-    return {mode: await home.answers(gamma=0, **params) for mode, params in MODES.items()}
+    return await home.in_modes(MODES, gamma=0)
 
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_the_text_is_the_targets_own(home: Home, plain: dict[str, list[Output]], way: str) -> None:
     accepted = 0
     async with home.drafted(way):
-        for mode, params in MODES.items():
-            outputs = await home.answers(gamma=4, branches=WAYS[way][1], **params)
+        for mode, outputs in (await home.in_modes(MODES, gamma=4, branches=WAYS[way][1])).items():
             for output, wanted in zip(outputs, plain[mode], strict=True):
                 assert output.token_ids == wanted.token_ids, mode
                 assert output.text == wanted.text
@@ -193,15 +200,23 @@ async def larger(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Asyn
         yield made
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def plain_of_larger(larger: Home) -> dict[str, list[Output]]:
+    plain = await larger.in_modes(BEYOND, gamma=0, before="<|user|>")
+    assert {MORE} < {token for output in plain["of a token with a bias"] for token in output.token_ids}
+    return plain
+
+
 @pytest.mark.parametrize("way", ["model", "model with branches", "part of the vocabulary", "suffix and model"])
-async def test_a_target_with_more_tokens_has_its_own_text(larger: Home, way: str) -> None:
+async def test_a_target_with_more_tokens_has_its_own_text(
+    larger: Home, plain_of_larger: dict[str, list[Output]], way: str
+) -> None:
     """As a tuned target, whose chats have tokens that its base lacks: the base was refused as a drafter."""
-    wanted = {mode: await larger.answers(gamma=0, before="<|user|>", **params) for mode, params in BEYOND.items()}
-    assert {MORE} < {token for output in wanted["of a token with a bias"] for token in output.token_ids}
     async with larger.drafted(way):
-        for mode, params in BEYOND.items():
-            outputs = await larger.answers(gamma=4, branches=WAYS[way][1], before="<|user|>", **params)
-            assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted[mode]], mode
+        found = await larger.in_modes(BEYOND, gamma=4, branches=WAYS[way][1], before="<|user|>")
+        for mode, outputs in found.items():
+            wanted = [output.token_ids for output in plain_of_larger[mode]]
+            assert [output.token_ids for output in outputs] == wanted, mode
             if mode in MODES:
                 accepted = sum(output.stats.accepted_tokens for output in outputs)
                 assert accepted > 0.3 * len(PROMPTS) * LENGTH, mode
