@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import tempfile
 from collections.abc import Iterator
@@ -69,6 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.full)
         if item.path.parent.name in _REAL and inspect.iscoroutinefunction(getattr(item, "function", None)):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of garbage collections what is there for as long as the process: libraries and thousands of tests."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
