@@ -32,8 +32,7 @@ def connect_gauges(sessions: SessionManager) -> None:
 def _sessions(sessions: Iterable[Session], worker_pool: WorkerPool, *, waiting: bool) -> GaugeValues:
     """Return the number of sessions by model, with 0 for a target that has none."""
     counts = Counter({target.info.name: 0 for target in worker_pool.targets})
-    counted = (session for session in sessions if not session.ended and session.stats.waiting is waiting)
-    counts.update(session.target.info.name for session in counted)
+    counts.update(each.target.info.name for each in sessions if not each.ended and each.stats.waiting is waiting)
     return [((model,), count) for model, count in counts.items()]
 
 

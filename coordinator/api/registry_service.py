@@ -78,7 +78,9 @@ class RegistryService(rpc.RegistryServicer):
     ) -> None:
         async for request in requests:
             self._sessions.delivery.check(connection.info)
-            check_drafter(now := connection.info.model, self._sessions.targets)
+            now = connection.info.model
+            if connection.info.role is Role.DRAFTER:
+                check_drafter(now, self._sessions.targets)
             if self._compatibility.adapted(told, now, tokens).vocabulary_digest != now.vocabulary_digest:
                 raise Unavailable("another target with this drafter's vocabulary has verifiers now; register again")
             if (report := _worker(request)).model == told:

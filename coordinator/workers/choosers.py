@@ -44,7 +44,7 @@ class VerifierChooser:
     wait_s: float  # for a verifier
     target: str  # the identity of the session's
     prompt: PromptPrefix = field(default_factory=lambda: PromptPrefix(()))
-    ends: tuple[int, ...] | None = None  # the end tokens of the session's target
+    ends: tuple[int, ...] = ()  # the end tokens of the session's target
     _excluded: set[str] = field(default_factory=set)
 
     async def wait_for(self, prefer: str) -> WorkerConnection:
@@ -85,9 +85,8 @@ class VerifierChooser:
     def _fits(self, connection: WorkerConnection) -> bool:
         """Return whether a verifier may continue the session: after the last of its target, others may have come."""
         model = connection.info.model
-        same = self.worker_pool.compatibility.identity(model) == self.target
-        ends_alike = self.ends in (None, model.eos_token_ids)
-        return same and ends_alike and connection.info.worker_id not in self._excluded
+        same = self.worker_pool.compatibility.identity(model) == self.target and model.eos_token_ids == self.ends
+        return same and connection.info.worker_id not in self._excluded
 
 
 class DrafterChooser:

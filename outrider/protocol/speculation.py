@@ -137,10 +137,7 @@ class TreeShape:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Return the distance of each node from ROOT, 1 for its children."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 + (depths[parent] if parent >= 0 else 0))
-        return tuple(depths)
+        return tuple(self.accumulate(self.parents, lambda depth, _: depth + 1, 0))
 
     @cached_property
     def depth(self) -> int:

@@ -145,11 +145,9 @@ class GrammarMatcher:
 
     def _move_to(self, path: tuple[int, ...]) -> bool:
         """Move the matcher to the end of a path. Return False if that fails."""
-        shorter = min(len(self._ahead), len(path))
-        same = next((i for i in range(shorter) if self._ahead[i] != path[i]), shorter)
-        if same < len(self._ahead) and self._behind is not None:
-            self._matcher, self._behind, self._ahead, same = self._behind, None, [], 0
-        new = list(path[same:])
+        if self._behind is not None and self._ahead != [*path[: len(self._ahead)]]:
+            self._matcher, self._behind, self._ahead = self._behind, None, []
+        new = list(path[len(self._ahead) :])
         if self._matcher.validate_tokens(new) < len(new):
             return False
         if new and not self._ahead:
