@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from outrider.protocol.speculation import FinishReason, TokenKind
+from outrider.testing.toy_models import make_model
 from tests.cluster import SLOW, Cluster, Output, ask, generate_all
 from tests.conftest import Models
 from tests.e2e.prompts import mixed
+from tests.models import likelier_end
 
 PROMPTS = mixed(40)  # of every kind that it has
 MAX_TOKENS = 128
@@ -21,11 +24,19 @@ GAMMAS = (1, 2, 4, 8)
 
 
 @pytest.fixture(scope="module")
-def slow(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def ending(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Return a target whose greedy texts come to an end token, mostly within a dozen tokens, and its near copy."""
+    folder = tmp_path_factory.mktemp("ending")
+    target = likelier_end(folder / "target", models.target)
+    return replace(models, target=target, draft=make_model(folder / "draft", seed=99, like=target, blur=0.05))
+
+
+@pytest.fixture(scope="module")
+def slow(ending: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("slow"))
     cluster.add_coordinator()
-    cluster.add_verifier(models.target, *SLOW)
-    cluster.add_drafter("model", models.draft)
+    cluster.add_verifier(ending.target, *SLOW)
+    cluster.add_drafter("model", ending.draft)
     cluster.add_drafter("ngram")
     yield cluster.start()
     cluster.stop()
@@ -43,10 +54,10 @@ def prompts(request: pytest.FixtureRequest) -> list[str]:
 
 
 @pytest.fixture
-def reference(models: Models, prompts: list[str]) -> list[list[int]]:
+def reference(ending: Models, prompts: list[str]) -> list[list[int]]:
     """What transformers itself makes of the prompts, one at a time, in fp32."""
-    tokenizer = AutoTokenizer.from_pretrained(models.target)
-    target = LlamaForCausalLM.from_pretrained(models.target, dtype=torch.float32, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(ending.target)
+    target = LlamaForCausalLM.from_pretrained(ending.target, dtype=torch.float32, attn_implementation="eager").eval()
     outputs = []
     for index, prompt in enumerate(prompts):
         target.generation_config.eos_token_id = None if ignores_eos(index) else tokenizer.eos_token_id
