@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from outrider.protocol.speculation import FinishReason
+from outrider.testing.toy_models import byte_tokenizer
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import SLOW, Cluster, Output, ask, generate_all, generate_resuming
@@ -21,7 +22,10 @@ SCHEMA = {
     "type": "array",
     "items": {
         "type": "object",
-        "properties": {"id": {"type": "integer"}, "name": {"type": "string", "maxLength": 5}},
+        "properties": {
+            "id": {"type": "integer", "minimum": 0, "maximum": 999},
+            "name": {"type": "string", "maxLength": 5},
+        },
         "required": ["id", "name"],
         "additionalProperties": False,
     },
@@ -29,6 +33,8 @@ SCHEMA = {
     "maxItems": 12,
 }
 STREAMS = 8
+# Spaces instead of line breaks, which indentation may follow, and short numbers: at most 900 tokens, whatever is drawn.
+NO_LINE_BREAKS = dict.fromkeys(byte_tokenizer().encode("\n"), -100.0)
 MIDDLE = 40  # tokens that every stream has when disaster strikes
 
 
@@ -54,6 +60,7 @@ def requests(gamma: int) -> list[pb.GenerateRequest]:
             max_tokens=1500,
             temperature=0.7,
             top_p=0.9,
+            logit_bias=NO_LINE_BREAKS,
             grammar=common.Grammar(json_schema=json.dumps(SCHEMA)),
         )
         for seed in range(STREAMS)
