@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from coordinator.api.http.replies import CompletionReplies
 from outrider.protocol.speculation import TokenKind
+from outrider.testing.toy_models import EOS
 from tests.cluster import ask, client, generate
 from tests.contract.conftest import House, after_joining, slowed, soon
 
@@ -94,16 +95,17 @@ async def test_a_stream_ends_in_done_and_says_its_usage_only_when_asked(web: htt
 
 
 async def test_a_seed_decides_and_every_choice_has_its_own(api: AsyncOpenAI, model: str) -> None:
-    three = await api.completions.create(model=model, prompt=PROMPT, n=3, seed=41, max_tokens=20)
+    wanted: dict[str, Any] = {"model": model, "prompt": PROMPT, "max_tokens": 20, "extra_body": {"ignore_eos": True}}
+    three = await api.completions.create(**wanted, n=3, seed=41)
     assert [choice.index for choice in three.choices] == [0, 1, 2]
     assert len({choice.text for choice in three.choices}) == 3
-    second = await api.completions.create(model=model, prompt=PROMPT, seed=42, max_tokens=20)
+    second = await api.completions.create(**wanted, seed=42)
     assert second.choices[0].text == three.choices[1].text
     assert three.usage is not None
     assert second.usage is not None
     assert three.usage.prompt_tokens == second.usage.prompt_tokens, "one prompt"
     assert three.usage.completion_tokens == 60
-    stream = await api.completions.create(model=model, prompt=PROMPT, n=3, seed=41, max_tokens=20, stream=True)
+    stream = await api.completions.create(**wanted, n=3, seed=41, stream=True)
     texts = ["", "", ""]
     async for chunk in stream:
         texts[chunk.choices[0].index] += chunk.choices[0].text
@@ -133,29 +135,32 @@ async def test_several_prompts_and_token_ids(api: AsyncOpenAI, house: House, mod
     assert alone.choices[0].text == "A second prompt" + both.choices[1].text
 
 
-async def test_a_stop_string_ends_the_text_before_it(api: AsyncOpenAI, model: str) -> None:
-    plain = await api.completions.create(model=model, prompt=PROMPT, max_tokens=60, seed=3)
+async def test_a_stop_string_ends_the_text_before_it(api: AsyncOpenAI, house: House, model: str) -> None:
+    (end,) = house.service.sessions.targets.named(
+        ""
+    ).info.eos_token_ids  # no stop string is found across special tokens
+    wanted: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 60, "seed": 3, "logit_bias": {str(end): -100}}
+    plain = await api.completions.create(model=model, **wanted)
     text = plain.choices[0].text
     stop = text[20:23]
-    found = await api.completions.create(model=model, prompt=PROMPT, max_tokens=60, seed=3, stop=[stop, "\0never"])
+    found = await api.completions.create(model=model, **wanted, stop=[stop, "\0never"])
     assert found.choices[0].text == text[: text.index(stop)]
     assert found.choices[0].finish_reason == "stop"
 
 
 async def test_log_probabilities(api: AsyncOpenAI, model: str) -> None:
-    chat = await api.chat.completions.create(
-        model=model, messages=CHAT, max_tokens=12, temperature=0, logprobs=True, top_logprobs=3
-    )
+    wanted: dict[str, Any] = {"model": model, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    chat = await api.chat.completions.create(messages=CHAT, max_tokens=12, logprobs=True, top_logprobs=3, **wanted)
     found = chat.choices[0].logprobs
     assert found is not None
     assert found.content is not None
     assert len(found.content) == 12
-    said = b"".join(bytes(token.bytes or []) for token in found.content)
+    said = b"".join(bytes(token.bytes or []) for token in found.content if token.token != EOS)
     assert said.decode(errors="replace") == chat.choices[0].message.content
     for token in found.content:
         assert len(token.top_logprobs) == 3
         assert token.top_logprobs[0].logprob == pytest.approx(token.logprob), "greedy takes the likeliest"
-    text = await api.completions.create(model=model, prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2)
+    text = await api.completions.create(prompt=PROMPT, max_tokens=6, logprobs=2, **wanted)
     logprobs = text.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.text_offset is not None
@@ -207,7 +212,7 @@ async def test_biases_and_penalties_reach_the_target(api: AsyncOpenAI, house: Ho
 
 
 async def test_what_speculation_did_is_told_in_the_customary_shape(web: httpx.AsyncClient, house: House) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 64, "temperature": 0, "speculation": {"gamma": 4}}
+    body = {"prompt": PROMPT, "max_tokens": 64, "ignore_eos": True, "temperature": 0, "speculation": {"gamma": 4}}
     with after_joining(house.loaded, house.service):
         found = (await web.post("/v1/completions", json=body)).json()["metrics"]
     spec = found["speculative_decoding"]
@@ -222,19 +227,19 @@ async def test_what_speculation_did_is_told_in_the_customary_shape(web: httpx.As
 
 
 async def test_guesses_can_be_shown(web: httpx.AsyncClient) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stream": True, "speculation": {"show": True}}
+    """Of whole characters: what a limit leaves of one is text of no token."""
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "speculation": {"show": True}}
+    body |= {"response_format": {"type": "regex", "regex": "(?s:.){15}"}, "stream_options": {"include_usage": True}}
     shown: list[str] = []
     text = characters = 0
-    async with web.stream("POST", "/v1/completions", json=body) as response:
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                text += len(choice["text"])
-                shown += choice["speculation"]["kinds"]
-                characters += sum(choice["speculation"]["characters"])
-    assert len(shown) == 40
+    *chunks, last = [json.loads(event) for event in await events_of(web, "/v1/completions", body)]
+    for (choice,) in (chunk["choices"] for chunk in chunks):
+        text += len(choice["text"])
+        shown += choice["speculation"]["kinds"]
+        characters += sum(choice["speculation"]["characters"])
+    assert len(shown) == last["usage"]["completion_tokens"]
     assert set(shown) <= {kind.name.lower() for kind in TokenKind}
-    assert text == characters
+    assert text == characters == 15
 
 
 async def test_an_idempotency_key_never_generates_twice(web: httpx.AsyncClient) -> None:

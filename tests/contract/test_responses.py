@@ -29,6 +29,7 @@ FLAT: list[Any] = [{"type": "function", "strict": True, **tool["function"]} for 
 ASK: dict[str, Any] = {"model": "", "input": "Weather?", "max_output_tokens": 20, "temperature": 1}
 OPENAI_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 SEED: dict[str, Any] = {"extra_body": {"seed": 3}}
+TO_THE_END: dict[str, Any] = {"extra_body": {"seed": 3, "ignore_eos": True}}
 CALLS: dict[str, Any] = ASK | {"tools": FLAT, "tool_choice": "required", "max_output_tokens": 300}
 ONE: dict[str, Any] = CALLS | {"parallel_tool_calls": False}
 LOGPROBS: Any = "message.output_text.logprobs"
@@ -64,9 +65,9 @@ def without_times(response: Any) -> dict[str, Any]:
 
 
 async def test_a_text_is_what_a_chat_says(api: AsyncOpenAI) -> None:
-    found = await api.responses.create(**ASK, instructions="Be short.", **SEED)
+    found = await api.responses.create(**ASK, instructions="Be short.", **TO_THE_END)
     messages: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Weather?"}]
-    chat = await api.chat.completions.create(model="", messages=messages, max_tokens=20, **SEED)
+    chat = await api.chat.completions.create(model="", messages=messages, max_tokens=20, **TO_THE_END)
     assert found.output_text == chat.choices[0].message.content
     assert (found.status, found.incomplete_details and found.incomplete_details.reason) == (
         "incomplete",
@@ -369,10 +370,10 @@ async def test_what_is_not_supported_is_refused_by_name(
 
 async def test_log_probabilities_are_those_of_the_chat(api: AsyncOpenAI) -> None:
     """In events each delta has those of its text, and all that repeat the text have all of them."""
-    asked: dict[str, Any] = {**ASK, "input": "Weather? 世界", "include": [LOGPROBS], "top_logprobs": 2, **SEED}
+    asked: dict[str, Any] = {**ASK, "input": "Weather? 世界", "include": [LOGPROBS], "top_logprobs": 2, **TO_THE_END}
     whole = await api.responses.create(**asked)
     messages: list[Any] = [{"role": "user", "content": asked["input"]}]
-    more: dict[str, Any] = {"max_tokens": 20, "temperature": 1, "logprobs": True, "top_logprobs": 2, **SEED}
+    more: dict[str, Any] = {"max_tokens": 20, "temperature": 1, "logprobs": True, "top_logprobs": 2, **TO_THE_END}
     chat = (await api.chat.completions.create(model="", messages=messages, **more)).choices[0].logprobs
     assert chat is not None
     assert chat.content
@@ -487,6 +488,8 @@ async def test_a_slow_first_token_is_waited_for_with_comments(
         assert [event.sequence_number for event in events] == list(range(len(events)))
         chunks = [
             chunk
-            async for chunk in await api.chat.completions.create(model="", **bodies["chat/completions"], stream=True)
+            async for chunk in await api.chat.completions.create(
+                model="", **bodies["chat/completions"], stream=True, extra_body={"ignore_eos": True}
+            )
         ]
         assert chunks[-1].choices[0].finish_reason == "length"
