@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120
 
 PROMPT = "Two are better than one, and two are better than none. Two are "
 LENGTH = 24
+DIFFERING = 120  # tokens: some of them are certainly not among the likeliest
 RECOMMENDED = {"temperature": 0.4, "top_k": 7}  # of `words`, by its makers
 
 
@@ -121,14 +122,14 @@ async def test_what_a_request_leaves_out_is_what_the_models_makers_recommend(bot
         body: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
         asked = {"ignore_eos": True, **more}
         made = await api.completions.create(
-            model=model, prompt=PROMPT, max_tokens=LENGTH, seed=1, **body, extra_body=asked
+            model=model, prompt=PROMPT, max_tokens=DIFFERING, seed=1, **body, extra_body=asked
         )
         return made.choices[0].text
 
     assert await text("words") == await text("words", **RECOMMENDED)
     assert len({await text("words"), await text("words", top_k=-1), await text("words", temperature=1)}) == 3
     assert await text("target") == await text("target", temperature=1)
-    told = await both.answer("words", temperature=1.0, seed=1)
+    told = await both.answer("words", temperature=1.0, seed=1, max_tokens=DIFFERING)
     assert told.text == await text("words", temperature=1, top_k=0), "over gRPC, absent fields have fixed defaults"
     async with client(both.address) as stub:
         info = await stub.GetModelInfo(common.GetModelInfoRequest(model="words"))
@@ -212,13 +213,15 @@ async def test_a_verifier_with_another_target_of_the_same_name_is_refused(both: 
         pool.compatibility.check(other)
 
 
-async def test_targets_have_widths_of_their_own(loaded: LoadedModel, redis_server: Redis, tmp_path: Path) -> None:
+async def test_targets_have_widths_of_their_own(models: Models, redis_server: Redis, tmp_path: Path) -> None:
+    """No weights of `both`, which Redis still names: of equal weights under two names only the first has workers."""
+    wide = load_model(str(models.other_target), EngineOptions(device="cpu"))
     narrow = load_model(str(make_model(tmp_path / "model", seed=8, hidden=32)), EngineOptions(device="cpu"))
     settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=20)
     service = CoordinatorService(settings, redis_server.url)
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(in_process(service, settings))
-        for name, each in (("wide", loaded), ("narrow", narrow)):
+        for name, each in (("wide", wide), ("narrow", narrow)):
             (folder := tmp_path / name).mkdir()
             named: Any = {"served_model_name": name, "coordinators": address}
             await stack.enter_async_context(verifier_serving(each, folder, **named))
