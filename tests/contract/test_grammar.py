@@ -186,7 +186,7 @@ async def test_a_guess_that_fails_leaves_no_mask_behind(verifier: str, loaded: L
 async def test_another_verifier_goes_on_in_the_middle(verifier: str, loaded: LoadedModel) -> None:
     """As after a failover: all that there is are the committed tokens."""
     prompt = list(loaded.tokenizer.encode(PROMPT))
-    drawing = {"temperature": 1.0, "seed": 4, "max_tokens": 200, "grammar": FLAT}
+    drawing = {"temperature": 1.0, "seed": 4, "max_tokens": 600, "grammar": FLAT}
     async with verifying(verifier) as stream:
         await stream.open(prompt, **drawing)
         await stream.rest()
