@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from drafter.methods import published_blocks
 from drafter.methods.registry import make
 from outrider.engine.loading.loader import LoadedModel
 from outrider.models.drafter_choice import choose_drafter
@@ -148,12 +149,15 @@ def test_a_trained_drafter_is_continued(order: TrainingOrder, made: dict[str, Ma
     mine = replace(order, out=order.out.with_name("continued"), start=str(made["eagle"].folder), learn_tokens=1_000)
     card = run.train(replace(mine, num_ids=160), watched)
     assert card.training["start"] == str(made["eagle"].folder)
-    few, more = (set(cards.load(out, "eagle")[1]["ids"].tolist()) for out in (made["eagle"].folder, mine.out))
+    before, after = (cards.load(out, "eagle")[1] for out in (made["eagle"].folder, mine.out))
+    few, more = (set(weights["ids"].tolist()) for weights in (before, after))
     assert (len(few), len(more)) == (128, 160)
     assert few < more, "those of the drafter that is continued come first where texts have too few"
-    begun, first = watched.reports[0].held_out["all"], made["eagle"].watched.reports[0].held_out["all"]
-    assert begun["acceptance_length"] == pytest.approx(made["eagle"].card.metrics["all"]["acceptance_length"], abs=0.04)
-    assert begun["acceptance_length"] > first["acceptance_length"] + 0.04, "it did not begin from the linear map"
+    assert watched.reports[0].loss < made["eagle"].watched.reports[0].loss
+    assert len(watched.reports) == 1
+    for name in ("body.0.self_attn.o_proj.weight", "body.0.mlp.down_proj.weight"):
+        moved = (after[name].float() - before[name].float()).norm() / before[name].float().norm()
+        assert moved < 0.1, "from the linear map, where these are zeros, it would be further in one step"
     with pytest.raises(StartupError, match="kind is eagle, must be medusa"):
         run.train(replace(mine, out=order.out.with_name("wrong"), start=str(made["medusa"].folder)), Watched())
 
@@ -292,8 +296,16 @@ def flags(models: Models, made: Made) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", OWN)
 async def test_text_is_the_targets_whoever_drafts(
-    home: Home, models: Models, made: dict[str, Made], loaded: LoadedModel, greedy: Greedy, method: str
+    home: Home,
+    models: Models,
+    made: dict[str, Made],
+    loaded: LoadedModel,
+    greedy: Greedy,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A confidence head may hold no guess likely, least of all in a form that no learnt text has: guesses are made."""
+    monkeypatch.setattr(published_blocks, "_MIN_CONFIDENCE", 0.0)
     plain = await home.answer(gamma=0, seed=5)
     wanted = await home.answer(gamma=0, seed=5, grammar=FORM)
     async with drafter_serving(**flags(models, made[method]), coordinators=home.coordinator):
