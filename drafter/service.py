@@ -46,9 +46,8 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
         about = WorkerInfo("", Role.DRAFTER, "", drafter.info, settings.kind, hidden_states=drafter.needs_hidden_states)
         about = self.declare(about, drafter, settings)
         super().__init__(settings, about, drafter.vocabulary, self._loop, self._metrics, tracing)
-        self.multiplexed = MultiplexedHandler(
-            self.Draft, pb.DraftRequest.FromString, self.credentials.own_keys, settings
-        )
+        keys = self.credentials.own_keys
+        self.multiplexed = MultiplexedHandler(self.Draft, pb.DraftRequest.FromString, keys, settings)
         self.multiplexed.wake = self._loop.wake_now
 
     def add_to(self, server: grpc.aio.Server) -> None:

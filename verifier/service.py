@@ -64,9 +64,8 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         self.projections = target.projections
         about = self.projections.describe(WorkerInfo("", Role.VERIFIER, "", info, "target"))
         super().__init__(settings, about, vocabulary, self.loop, self._metrics, tracing)
-        self.multiplexed = MultiplexedHandler(
-            self.Verify, pb.VerifyRequest.FromString, self.credentials.own_keys, settings
-        )
+        keys = self.credentials.own_keys
+        self.multiplexed = MultiplexedHandler(self.Verify, pb.VerifyRequest.FromString, keys, settings)
         self.multiplexed.wake = self.loop.wake_now
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -100,8 +100,7 @@ class Credentials:
 
     def _read_keys(self, name: str, text: str) -> ApiKeys:
         keys = ApiKeys()
-        files = [text[1:]] if text.startswith("@") else []
-        self._load(name, files, lambda: keys.replace_by(ApiKeys.parse(text, name)))
+        self._load(name, [text[1:]] if text.startswith("@") else [], lambda: keys.replace_by(ApiKeys.parse(text, name)))
         return keys
 
     def _load(self, name: str, files: Sequence[str], load: Callable[[], None]) -> None:

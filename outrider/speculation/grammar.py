@@ -66,8 +66,7 @@ class GrammarMatcher:
         self._ignore_eos = ignore_eos
         self._committed: list[int] = []
         self._ahead: list[int] = []  # guesses after that, up to the matcher's state
-        # Without them: after a rollback, llguidance may give the mask of a guess, or go back wrongly over token ids.
-        self._behind: LLMatcher | None = None
+        self._behind: LLMatcher | None = None  # without them: after a rollback, llguidance may give a guess's mask
         self._complete = False
         self._mask_s = 0.002  # time of a mask, until measured a slow one: a decaying maximum
 
