@@ -68,7 +68,7 @@ class GrammarMatcher:
         self._ahead: list[int] = []  # guesses after that, up to the matcher's state
         self._behind: LLMatcher | None = None  # without them: after a rollback, llguidance may give a guess's mask
         self._complete = False
-        self._mask_s = 0.002  # time of a mask, until measured a slow one: a decaying maximum
+        self._mask_s = 0.002  # time of a mask and the way to it, until measured a slow one: a decaying maximum
 
     def advance(self, tokens: Sequence[int]) -> int | None:
         """Advance over committed tokens. Return after how many of them the output is complete; None: it continues.
@@ -128,12 +128,14 @@ class GrammarMatcher:
         """
         if not set(self._ends).isdisjoint(path):
             return None
+        started = time.thread_time()
         for first in (True, False):
             if self._move_to(path):
                 if path and self._matcher.is_stopped():
                     return None
                 mask = self._mask()
                 if not self._matcher.is_error():
+                    self._mask_s = max(time.thread_time() - started, self._mask_s * _MASK_TIME_DECAY)
                     return mask
             reason = self._matcher.get_error()
             if first or self._matcher.is_error():
@@ -155,9 +157,7 @@ class GrammarMatcher:
         return self._matcher.consume_tokens(new)
 
     def _mask(self) -> Masks:
-        started = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._mask_s = max(time.thread_time() - started, self._mask_s * _MASK_TIME_DECAY)
         mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
         if np.count_nonzero(mask) == 1:
             mask = np.arange(len(mask)) == self._compiler.spell(int(mask.argmax()), self._matcher)

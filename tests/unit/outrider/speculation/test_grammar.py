@@ -231,6 +231,17 @@ def test_a_matcher_takes_its_masks_for_slow_until_it_has_measured_them(grammars:
     assert guide.affordable_masks(0.02) > 20
 
 
+def test_the_way_to_a_mask_counts_in_its_time(grammars: GrammarCompiler) -> None:
+    """Each branch of a tree copies a matcher, and with it all that a long output has left there."""
+    said = spelt('{"a": [' + ",".join(map(str, range(4000))))
+    guide, branches = grammars.compile(asked(json_object=True), said), [[it] for it in spelt("0123456789.,")]
+    guide.allowed([[]], VOCAB)
+    guide._mask_s = 0.0
+    started = time.thread_time()
+    guide.allowed(branches, VOCAB)
+    assert guide.affordable_masks(time.thread_time() - started) <= 3 * len(branches)
+
+
 def follow(guide: GrammarMatcher, tokens: Sequence[int]) -> None:
     for token in tokens:
         guide.advance([token])
