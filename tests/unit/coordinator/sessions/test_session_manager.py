@@ -388,7 +388,7 @@ async def test_a_tail_that_is_too_long_is_not_read(requests: Requests) -> None:
         def __len__(self) -> int:
             return 4_000_000
 
-    context: Any = SimpleNamespace(set_trailing_metadata=list, invocation_metadata=tuple)
+    context: Any = SimpleNamespace(set_trailing_metadata=list, invocation_metadata=tuple, code=int)
     record = SessionRecord("s", replace(REQUEST, params=replace(REQUEST.params, verification=Verification.REJECTION)))
     requests.manager._run(Session(record, TARGET, requests.manager._context))
     service: Any = SimpleNamespace(sessions=requests.manager)
