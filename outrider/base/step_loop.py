@@ -55,7 +55,7 @@ class StepLoop(ABC):
     async def run(self) -> None:
         """Run steps in this context: that of a session has its log fields."""
         self._events, self._context = asyncio.get_running_loop(), copy_context()
-        self._ended: asyncio.Future[None] = self._events.create_future()
+        self._idle, self._ended = False, self._events.create_future()
         if self.thread.ident is None:
             self.thread.start()
         self._events.call_soon(self._turn, self._ended)

@@ -60,6 +60,28 @@ async def test_what_comes_during_a_step_is_in_the_next_one() -> None:
     loop.thread.stop()
 
 
+async def test_a_loop_that_runs_again_computes_one_step_at_a_time() -> None:
+    """It was idle when it was stopped. Woken at its next start, it composed a second step beside the first one."""
+    loop = Doubling()
+    for _ in range(2):
+        running = asyncio.create_task(loop.run())
+        await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    running = asyncio.create_task(loop.run())
+    await asyncio.sleep(0)
+    loop.numbers += 1, 2
+    asyncio.get_running_loop().call_soon(lambda: loop.numbers.append(3))
+    loop.wake()
+    await asyncio.sleep(0.01)
+    assert loop.numbers == [3], "they wait for the step that is computed"
+    loop.released.set()
+    assert await until(lambda: len(loop.results) == 2, 5)
+    assert [result for result, _ in loop.results] == [[2, 4], [6]]
+    running.cancel()
+    loop.thread.stop()
+
+
 async def test_it_wakes_at_the_earliest_of_several_times() -> None:
     loop = Doubling()
     loop.released.set()
