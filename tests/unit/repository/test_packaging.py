@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,25 @@ def test_the_wheel_holds_our_packages_and_no_others() -> None:
     }
     assert found == folders
     assert {name.split(".")[0] for name in found} == TOP_LEVEL
+
+
+def test_a_folder_with_our_name_does_not_hide_an_editable_install(tmp_path: Path) -> None:
+    """A clone is called outrider: to a script beside it, the folder is a package, which goes before import hooks."""
+    clone, site = tmp_path / "outrider", tmp_path / "site"
+    for top in TOP_LEVEL:
+        (clone / top).mkdir(parents=True)
+        (clone / top / "__init__.py").write_text(f"own = {top!r}")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    build = "from setuptools.build_meta import build_editable; build_editable('wheel')"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, capture_output=True, timeout=60, check=True)
+    with zipfile.ZipFile(next((clone / "wheel").glob("*.whl"))) as wheel:
+        wheel.extractall(site)
+    script = tmp_path / "script.py"
+    script.write_text("import site, sys; site.addsitedir(sys.argv[1]); from outrider import own; print(own)")
+    called = [sys.executable, "-S", "-E", str(script), str(site)]  # without the installation that runs this test
+    done = subprocess.run(called, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    assert done.stdout == "outrider\n", done.stderr
 
 
 def test_every_variable_that_is_read_is_known() -> None:
@@ -126,7 +147,7 @@ def test_without_an_extra_a_command_names_it(
     without = "import sys; sys.modules |= dict.fromkeys(['torch', 'gguf', 'locust', 'urllib3'])"
     done = subprocess.run(
         [sys.executable, "-c", f"{without}; {script}", *arguments.split()],
-        env=os.environ | {"OUTRIDER_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"OUTRIDER_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
         capture_output=True,
         text=True,
         cwd=tmp_path,
