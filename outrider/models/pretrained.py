@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import modeling_gguf_pytorch_utils as gguf_reader
+from transformers.utils.logging import disable_progress_bar
 
 from outrider.protocol.errors import StartupError
 
@@ -19,6 +21,10 @@ _LAYER = re.compile(r"([^.]+\.)*?\d+(?=\.)")  # of a weight's name, up to its nu
 _BUFFER = re.compile(
     r"(inv_freq|_cached|mask(ed_bias)?|position_ids|\b(q|k|v|kv)_scale|\b(self_)?att(n|ention)\.bias)$"
 )
+
+# Stages are reported through `progress`; progress bars would fill the logs. That of GGUF files has no switch.
+disable_progress_bar()
+gguf_reader.tqdm = lambda tensors, **_: tensors
 
 
 def auto_class(config: Any) -> Any:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
 from outrider.base.openmp import release_threads
 from outrider.engine.checks.step_cost import measure_cost
@@ -35,9 +34,6 @@ from outrider.models.tokenizer import read_tokenizer
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import ModelMismatch, StartupError
 from outrider.protocol.vocabulary import Vocabulary
-
-# Stages are reported through `progress`; progress bars would fill the logs.
-disable_progress_bar()
 
 
 @dataclass(frozen=True, slots=True)

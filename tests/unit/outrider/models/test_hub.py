@@ -151,6 +151,18 @@ def test_converted_weights_can_be_read_by_other_users(tmp_path: Path, monkeypatc
     assert [each.stat().st_mode & 0o044 for each in found] == [0o044]
 
 
+def test_a_conversion_reports_its_stage_and_no_progress_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A bar is a line for each step in a log, and between the bars of a training."""
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    path = write_gguf(tmp_path / "random.gguf", Shape(layers=1), lambda _: "Q8_0")
+    locate_safetensors(str(path), print)
+    said = capfd.readouterr()
+    assert said.out.splitlines()[-1].startswith("converting random-")
+    assert "it/s" not in said.err
+
+
 def test_what_was_made_of_a_file_goes_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are in float32: each version of a file left gigabytes."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
