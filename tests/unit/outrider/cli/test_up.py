@@ -193,6 +193,18 @@ def test_addresses_are_told_whole_and_as_callers_write_them(
     authority = Authority.make(tmp_path)
     mine = authority.issue("mine")
     folder = tmp_path / "a folder whose path is longer than the terminal is wide"
+    starts_at_once(monkeypatch, listening, folder)
+    monkeypatch.setenv("COLUMNS", "40")
+    certified = ["--tls-cert", str(mine.cert), "--tls-key", str(mine.key), "--tls-ca", str(authority.path)]
+    result = CliRunner().invoke(app, ["up", "--host", host, "--insecure", "--drafter", "suffix", *certified])
+    assert result.exit_code == 0, result.output
+    assert f"gRPC at {listening}:50050  logs in {folder}\n" in result.output
+    assert f"playground at https://{called}:8000, OpenAI API at https://{called}:8000/v1\n" in result.output
+    assert f"outrider generate --endpoint {shlex.quote(called + ':50050')} --tls-ca {authority.path} " in result.output
+
+
+def starts_at_once(monkeypatch: pytest.MonkeyPatch, listening: str, folder: Path) -> None:
+    """Let `up` find its services running at an address, and end."""
 
     @contextlib.contextmanager
     def started(plan: LaunchPlan, *_: object) -> Iterator[Stack]:
@@ -205,13 +217,18 @@ def test_addresses_are_told_whole_and_as_callers_write_them(
     monkeypatch.setattr(up, "watch", lambda *_: None)
     monkeypatch.setattr(up, "end_on_signals", lambda: None)
     monkeypatch.setattr(up, "set_up_logs", lambda *_, **__: None)
-    monkeypatch.setenv("COLUMNS", "40")
-    certified = ["--tls-cert", str(mine.cert), "--tls-key", str(mine.key), "--tls-ca", str(authority.path)]
-    result = CliRunner().invoke(app, ["up", "--host", host, "--insecure", "--drafter", "suffix", *certified])
-    assert result.exit_code == 0, result.output
-    assert f"gRPC at {listening}:50050  logs in {folder}\n" in result.output
-    assert f"playground at https://{called}:8000, OpenAI API at https://{called}:8000/v1\n" in result.output
-    assert f"outrider generate --endpoint {shlex.quote(called + ':50050')} --tls-ca {authority.path} " in result.output
+
+
+@pytest.mark.parametrize("on_path", [True, False])
+def test_the_line_to_try_works_as_it_is_printed(on_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `make up` no path leads to the command, and the default endpoint need not be named."""
+    starts_at_once(monkeypatch, "127.0.0.1", tmp_path)
+    (tmp_path / "outrider").write_text("#!/bin/sh\n")
+    (tmp_path / "outrider").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path if on_path else tmp_path / "empty"))
+    result = CliRunner().invoke(app, ["up", "--drafter", "suffix"])
+    command = "outrider" if on_path else Path(sys.executable).with_name("outrider")
+    assert f'try: {command} generate "The capital of France is"\nCtrl-C stops\n' in result.output
 
 
 def test_a_port_that_there_is_not_starts_nothing(plans: list[LaunchPlan], tmp_path: Path) -> None:
