@@ -209,7 +209,7 @@ def main(settings: type[SettingsT], run: Callable[[SettingsT], None], program: s
     """Run a service from its `__main__`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # a local may be a key
     app.command(context_settings={"help_option_names": ["-h", "--help"]})(command(settings, run, program))
-    app()
+    app(prog_name=f"outrider serve {program}")
 
 
 def require_keys_or_insecure(settings: Settings) -> None:

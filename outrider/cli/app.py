@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 from importlib.metadata import version
-from typing import Annotated
+from typing import Literal
 
 import typer
 from rich.console import Console
@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Download the default target.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
-_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 app.command()(up.up)
 app.command()(up.demo)
@@ -42,16 +42,9 @@ if importlib.util.find_spec("outrider.bench") is not None:  # the service images
     app.add_typer(importlib.import_module("outrider.bench").app, name="bench")
 
 
-@app.command(context_settings=_PASSED_ON, add_help_option=False)
-def serve(
-    context: typer.Context, service: Annotated[str, typer.Argument(help="verifier, drafter or coordinator")]
-) -> None:
+@app.command(context_settings=_PASSED_ON)
+def serve(context: typer.Context, service: Literal["verifier", "drafter", "coordinator"]) -> None:
     """Run one service in the foreground: `outrider serve verifier --target ...`. Its own --help lists its flags."""
-    if service in ("-h", "--help"):
-        typer.echo(context.get_help())
-        raise typer.Exit
-    if service not in ("verifier", "drafter", "coordinator"):
-        raise typer.BadParameter(f"{service!r} is not a service: verifier, drafter or coordinator")
     # Replace this process, so that signals reach the service.
     os.execv(sys.executable, [sys.executable, "-P", "-m", service, *context.args])  # noqa: S606
 

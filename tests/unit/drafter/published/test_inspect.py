@@ -106,6 +106,7 @@ def test_short_help_works_below_groups_as_above(command: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "--help" in done.stdout
     assert "--install-completion" not in done.stdout  # which the shell would look up under another name
+    assert f"Usage: outrider {' '.join(command)} [OPTIONS]" in done.stdout
 
 
 @pytest.mark.parametrize(
