@@ -193,9 +193,9 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
 
 
 def check_installed(package: str, extra: str) -> None:
-    """Raise StartupError where an extra is missing: `pip install outrider` alone brings what a coordinator needs."""
+    """Raise StartupError where an extra is missing: an install without extras brings what a coordinator needs."""
     if importlib.util.find_spec(package) is None:
-        raise StartupError(f"{package} is not installed: pip install 'outrider[{extra}]'")
+        raise StartupError(f"{package} is not installed: pip install '.[{extra}]' in a checkout of Outrider")
 
 
 def option(flag: str, text: str, **more: Any) -> Any:

@@ -72,7 +72,7 @@ def _judged(name: str, good: bool, text: str, advice: str = "", fault: str = "ba
 
 def _torch() -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
-        yield Finding("torch", "note", "not installed", "required by workers: pip install 'outrider[models]'")
+        yield Finding("torch", "note", "not installed", "required by workers: pip install '.[models]' in a checkout")
         return
     torch = importlib.import_module("torch")
     yield Finding("torch", "ok", torch.__version__)

@@ -120,7 +120,7 @@ class _Exported(Tracing):
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
         except ImportError as error:
-            message = "--otlp-endpoint needs OpenTelemetry, which is not installed: pip install 'outrider[tracing]'"
+            message = "--otlp-endpoint needs OpenTelemetry: pip install '.[tracing]' in a checkout of Outrider"
             raise StartupError(message, field="otlp_endpoint", value=endpoint) from error
 
         class TraceIds(RandomIdGenerator):

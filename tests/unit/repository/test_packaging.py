@@ -155,7 +155,7 @@ def test_without_an_extra_a_command_names_it(
         check=False,
     )
     assert done.returncode != 0
-    assert f"{package} is not installed: pip install 'outrider[{extra}]'" in done.stderr
+    assert f"{package} is not installed: pip install '.[{extra}]' in a checkout of Outrider" in done.stderr
     assert "Traceback" not in done.stderr
 
 

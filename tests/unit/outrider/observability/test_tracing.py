@@ -40,7 +40,7 @@ def test_without_opentelemetry_an_endpoint_says_what_to_install(monkeypatch: pyt
     for name in [name for name in sys.modules if name.startswith("opentelemetry.exporter")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(StartupError, match=r"pip install 'outrider\[tracing\]'"):
+    with pytest.raises(StartupError, match=r"pip install '\.\[tracing\]' in a checkout"):
         make_tracing("http://127.0.0.1:4318", "coordinator")
 
 

@@ -45,7 +45,7 @@ def test_a_damaged_gguf_file_is_to_be_copied_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
 def test_weights_in_a_format_that_needs_a_package_are_refused_by_its_name(folder: Path, method: str) -> None:
-    """None of the packages is installed with `outrider[models]`."""
+    """None of the packages is installed with the extra `models`."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 128, "load_in_4bit": True}
     (folder / "config.json").write_text(json.dumps(config))
