@@ -16,6 +16,7 @@ from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
 
 GAMMA = 4
+PROMPT = [*(40, 41, 42, 43) * 3, 40, 41]  # a pattern that most models continue
 
 
 def decode(address: str, prompt: list[int], max_tokens: int) -> list[int]:
@@ -68,4 +69,4 @@ def _until_none(outgoing: queue.Queue[pb.VerifyRequest | None]) -> Iterator[pb.V
 
 
 if __name__ == "__main__":
-    print(decode(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051", [1, 2, 3, 4, 1, 2, 3, 4, 1, 2], 32))
+    print(decode(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051", PROMPT, 32))

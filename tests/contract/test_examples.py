@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from examples.verify_only import PROMPT
 from tests.cluster import ROOT, environment
 from tests.contract.conftest import Greedy, House
 
@@ -33,7 +34,7 @@ async def run(name: str, *arguments: str) -> str:
 async def test_a_verifier_alone(verifier: str, greedy: Greedy) -> None:
     *verdicts, tokens = (await run("verify_only", verifier)).splitlines()
     decoded = ast.literal_eval(tokens)
-    assert decoded == greedy([1, 2, 3, 4, 1, 2, 3, 4, 1, 2], 32)[: len(decoded)]
+    assert decoded == greedy(PROMPT, 32)[: len(decoded)]
     committed = [ast.literal_eval(re.sub(r".*: (\[.*\]), .*", r"\1", verdict)) for verdict in verdicts]
     assert [token for tokens in committed for token in tokens] == decoded
 
