@@ -15,7 +15,7 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 Decode = Callable[[Sequence[int]], str]
 
 
-class Detokeniser:
+class Detokenizer:
     """Converter of tokens to text. A token that ends inside a character adds nothing yet."""
 
     def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
@@ -72,12 +72,12 @@ class TextStream:
 
     def __init__(self, decode: Decode, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._decode = decode
-        self.detokeniser = Detokeniser(decode, prompt)
+        self.detokenizer = Detokenizer(decode, prompt)
         self._begun = dict.fromkeys(stops, 0)  # how much of each stop string the text ends with
         self.pending = ""
 
     def add(self, token: int) -> TextPiece:
-        text = self.detokeniser.add(token)
+        text = self.detokenizer.add(token)
         if self.pending and not text and not self._decode((token,)):  # a special token, which may be a mark
             text, self.pending = self.pending, ""
             return TextPiece(text)
@@ -85,7 +85,7 @@ class TextStream:
 
     def end(self) -> TextPiece:
         """Return the remaining text of an output that no stop string has ended."""
-        piece = self._release(self.detokeniser.rest())
+        piece = self._release(self.detokenizer.rest())
         text, self.pending = piece.text + self.pending, ""
         return TextPiece(text, piece.stop)
 

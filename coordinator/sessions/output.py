@@ -43,7 +43,7 @@ class SessionOutput:
         before = len(self.tokens)
         for token, kind, entry in zip(tokens, kinds, logprobs or repeat(None), strict=False):
             held, piece = len(self._text.pending), self._text.add(token)
-            self.tokens.append(Token(token, kind, piece.text, entry, held + self._text.detokeniser.held))
+            self.tokens.append(Token(token, kind, piece.text, entry, held + self._text.detokenizer.held))
             if piece.stop:
                 self.rest = TextPiece("", piece.stop)
                 break

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from coordinator.sessions.detokenizer import Detokeniser, TextPiece, TextStream
+from coordinator.sessions.detokenizer import Detokenizer, TextPiece, TextStream
 from outrider.testing.toy_models import EOS, byte_tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -91,8 +91,8 @@ def ids(text: str) -> list[int]:
 
 def detokenised(prompt: Sequence[int], tokens: Sequence[int], decode=decode) -> list[str]:
     """Piece by piece, and the rest."""
-    detokeniser = Detokeniser(decode, prompt)
-    return [*(detokeniser.add(token) for token in tokens), detokeniser.rest()]
+    detokenizer = Detokenizer(decode, prompt)
+    return [*(detokenizer.add(token) for token in tokens), detokenizer.rest()]
 
 
 # --- characters ------------------------------------------------------------------------------------------------------
