@@ -15,7 +15,6 @@ from drafter.methods.registry import make
 from drafter.session import DraftOpening, DraftSession
 from outrider.base.aio import background, first_message
 from outrider.multiplex.direct_call import Context, DirectCall
-from outrider.multiplex.server import MultiplexedHandler
 from outrider.observability.metrics import DrafterMetrics
 from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
@@ -45,10 +44,8 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
         self._grammars = TargetGrammars(settings)
         about = WorkerInfo("", Role.DRAFTER, "", drafter.info, settings.kind, hidden_states=drafter.needs_hidden_states)
         about = self.declare(about, drafter, settings)
-        super().__init__(settings, about, drafter.vocabulary, self._loop, self._metrics, tracing)
-        keys = self.credentials.own_keys
-        self.multiplexed = MultiplexedHandler(self.Draft, pb.DraftRequest.FromString, keys, settings)
-        self.multiplexed.wake = self._loop.wake_now
+        call = (self.Draft, pb.DraftRequest.FromString)
+        super().__init__(settings, about, drafter.vocabulary, self._loop, self._metrics, tracing, *call)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_DrafterServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]

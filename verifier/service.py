@@ -13,7 +13,6 @@ import grpc
 from outrider.base.aio import Call, background, first_message
 from outrider.base.config import KV_TOKENS
 from outrider.multiplex.direct_call import Context, DirectCall
-from outrider.multiplex.server import MultiplexedHandler
 from outrider.observability.metrics import VerifierMetrics
 from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
@@ -63,10 +62,8 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         self._grammars = GrammarCompiler(self._tokenizer, target.info.eos_token_ids)
         self.projections = target.projections
         about = self.projections.describe(WorkerInfo("", Role.VERIFIER, "", info, "target"))
-        super().__init__(settings, about, vocabulary, self.loop, self._metrics, tracing)
-        keys = self.credentials.own_keys
-        self.multiplexed = MultiplexedHandler(self.Verify, pb.VerifyRequest.FromString, keys, settings)
-        self.multiplexed.wake = self.loop.wake_now
+        call = (self.Verify, pb.VerifyRequest.FromString)
+        super().__init__(settings, about, vocabulary, self.loop, self._metrics, tracing, *call)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_VerifierServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]

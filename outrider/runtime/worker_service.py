@@ -17,7 +17,7 @@ from outrider.base.aio import Call, cancel_all, critical_task
 from outrider.base.config import WorkerSettings
 from outrider.base.endpoint import ANY_HOST, bracketed, split
 from outrider.multiplex.direct_call import Context, DirectCall
-from outrider.multiplex.server import MultiplexedHandler
+from outrider.multiplex.server import Handler, MultiplexedHandler
 from outrider.observability.metrics import Metrics
 from outrider.observability.metrics_server import MetricsServer
 from outrider.observability.tracing import Tracing
@@ -46,6 +46,8 @@ class WorkLoop(Protocol):
 
     def wake(self) -> None: ...
 
+    def wake_now(self) -> None: ...
+
     def close(self, session: Any, error: OutriderError | None = None) -> None: ...
 
     def load(self) -> WorkerLoad: ...
@@ -58,7 +60,6 @@ class WorkLoop(Protocol):
 class WorkerService:
     """Base of both workers' services."""
 
-    multiplexed: MultiplexedHandler
     names: tuple[str, ...]
     work: str  # of its loop, for the log
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
@@ -71,10 +72,14 @@ class WorkerService:
         loop: WorkLoop,
         metrics: Metrics,
         tracing: Tracing,
+        handler: Handler,  # of the call for one session
+        decode: Callable[[bytes], Any],  # for the requests of that call
     ) -> None:
         """Prepare the service; `about` has what the worker is, without id, address and state."""
         self.credentials = Credentials(settings)
         self.auth_interceptor = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
+        self._multiplexed = MultiplexedHandler(handler, decode, self.credentials.own_keys, settings)
+        self._multiplexed.wake = loop.wake_now
         self._metrics_server = MetricsServer(metrics, settings, self.credentials)
         self._host = settings.host
         self._about = replace(
@@ -119,13 +124,13 @@ class WorkerService:
     async def stop(self) -> None:
         await cancel_all(self._tasks)
         self._worker_loop.stop()
-        self.multiplexed.close()
+        self._multiplexed.close()
         self._metrics_server.close()
         await self._tracing.close()
 
     @property
     def Sessions(self) -> Callable[..., AsyncIterator[Any]]:
-        return self.multiplexed.serve
+        return self._multiplexed.serve
 
     async def _receive(
         self, session: object, requests: AsyncIterator[M], context: Context, apply: Callable[[M], None]
