@@ -43,8 +43,8 @@ class VerifierChooser:
     worker_pool: WorkerPool
     wait_s: float  # for a verifier
     target: str  # the identity of the session's
-    prompt: PromptPrefix = field(default_factory=lambda: PromptPrefix(()))
-    ends: tuple[int, ...] = ()  # the end tokens of the session's target
+    prompt: PromptPrefix
+    ends: tuple[int, ...]  # the end tokens of the session's target
     _excluded: set[str] = field(default_factory=set)
 
     async def wait_for(self, prefer: str) -> WorkerConnection:

@@ -11,6 +11,7 @@ import pytest
 
 from coordinator.api.gauges import _workers
 from coordinator.control.throughput_model import Mode
+from coordinator.placement.sent_prefixes import PromptPrefix
 from coordinator.workers.choosers import DrafterChooser, VerifierChooser
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
@@ -27,19 +28,24 @@ BEFORE = ModelInfo("target", "before", weights_digest="w")
 NOW = ModelInfo("target", "now", weights_digest="w")
 
 
+def chooser_of(pool: WorkerPool, target: ModelInfo) -> VerifierChooser:
+    """Return the choice of a session of this target."""
+    return VerifierChooser(pool, 0.0, pool.compatibility.identity(target), PromptPrefix(()), target.eos_token_ids)
+
+
 async def test_a_session_does_not_move_to_another_target() -> None:
     """The last verifier of its target has left, and one of another has come: it is no violation of that one's."""
     pool = WorkerPool(FleetKeys(), CoordinatorSettings())
     await pool.workers.put(WorkerInfo("new", Role.VERIFIER, "127.0.0.1:1", NOW))
-    session = VerifierChooser(pool, 0.0, BEFORE.text_id)
+    session = chooser_of(pool, BEFORE)
     assert session.available() is None
-    assert VerifierChooser(pool, 0.0, NOW.text_id).available() is not None
+    assert chooser_of(pool, NOW).available() is not None
     same = await pool.workers.put(WorkerInfo("old", Role.VERIFIER, "127.0.0.1:2", BEFORE))
     assert session.available() is same
     mended = replace(BEFORE, eos_token_ids=(2, 7))
     await pool.workers.put(WorkerInfo("mended", Role.VERIFIER, "127.0.0.1:3", mended))
-    assert VerifierChooser(pool, 0.0, BEFORE.text_id, ends=(2,)).available() is None
-    assert VerifierChooser(pool, 0.0, BEFORE.text_id, ends=(2, 7)).available() is not None
+    assert chooser_of(pool, replace(BEFORE, eos_token_ids=(2,))).available() is None
+    assert chooser_of(pool, mended).available() is not None
     assert not pool.has_spare(same), "its sessions would wait for one that cannot take them"
     await pool.workers.close()
 
@@ -47,7 +53,7 @@ async def test_a_session_does_not_move_to_another_target() -> None:
 async def test_mixed_verifiers_have_their_weights_in_common() -> None:
     pool = WorkerPool(FleetKeys(), CoordinatorSettings(mixed_verifiers=True))
     known = await pool.workers.put(WorkerInfo("new", Role.VERIFIER, "127.0.0.1:1", NOW))
-    assert VerifierChooser(pool, 0.0, "w").available() is known
+    assert chooser_of(pool, BEFORE).available() is known
     await pool.workers.close()
 
 
@@ -120,7 +126,7 @@ async def test_a_verifier_that_failed_rests_and_a_silent_one_is_the_last_choice(
     """Otherwise a session meets it again at once, until it has lost as many verifiers as it may."""
     pool = WorkerPool(FleetKeys(), CoordinatorSettings())
     one, other = [await pool.workers.put(WorkerInfo(w, Role.VERIFIER, f"127.0.0.1:{w}", NOW)) for w in "12"]
-    session = VerifierChooser(pool, 0.0, NOW.text_id)
+    session = chooser_of(pool, NOW)
     one.silent_s = SILENT_S
     assert session.available("1") is other
     other.silent_s = SILENT_S
