@@ -110,11 +110,9 @@ class DraftingLoop(StepLoop):
                 return dict.fromkeys(requests, error)
         return {session: self._draft({session: request})[session] for session, request in requests.items()}
 
-    def _take_step(
-        self, requests: Requests, started: float, drafted: Guesses | None, error: BaseException | None
-    ) -> None:
-        if drafted is None:
-            raise error or AssertionError("a step has a result or an error")
+    def _take_step(self, requests: Requests, started: float, drafted: Guesses | BaseException) -> None:
+        if isinstance(drafted, BaseException):
+            raise drafted
         guesses: dict[DraftSession, Guess] = {}
         for session, guess in drafted.items():
             if not isinstance(guess, Exception):

@@ -137,19 +137,19 @@ class VerificationLoop(StepLoop):
         return None
 
     def _take_step(
-        self, batch: Sequence[ScheduledSession], started: float, step: VerifyStep | None, error: BaseException | None
+        self, batch: Sequence[ScheduledSession], started: float, outcome: VerifyStep | BaseException
     ) -> None:
-        if step is not None:
-            self._commit(batch, step, started)
+        if not isinstance(outcome, BaseException):
+            self._commit(batch, outcome, started)
             return
-        if isinstance(error, TargetFailed):
-            self._fail(error)
-        if error is not None and (isinstance(error, TargetFailed) or not isinstance(error, Exception)):
-            raise error
+        if isinstance(outcome, TargetFailed):
+            self._fail(outcome)
+        if isinstance(outcome, TargetFailed) or not isinstance(outcome, Exception):
+            raise outcome
         # A failing step must not end sessions that are not in it.
-        log.error("verification step failed", session_ids=[item.session.id for item in batch], exc_info=error)
+        log.error("verification step failed", session_ids=[item.session.id for item in batch], exc_info=outcome)
         for item in batch:
-            self.close(item.session, PeerLost(f"the target's forward pass failed: {error}"))
+            self.close(item.session, PeerLost(f"the target's forward pass failed: {outcome}"))
 
     def stop(self) -> None:
         for session in self._admission.sessions():

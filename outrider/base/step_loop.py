@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any
 
 # What the thread computes, and what takes its result or its error.
-Step = tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]
+Step = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class StepThread(Thread):
@@ -35,6 +35,7 @@ class StepThread(Thread):
 
     def stop(self) -> None:
         """End the thread after all that was submitted."""
+        atexit.unregister(self.stop)  # it would keep the thread
         self.submit(None)
         if self.ident is not None:
             self.join()
@@ -91,13 +92,12 @@ class StepLoop(ABC):
             return
         self._idle = step is None
         if step is not None:
-            self.thread.submit(partial(self._compute, ended, step))
+            self.thread.submit(partial(self._compute, ended, *step))
 
-    def _compute(self, ended: asyncio.Future[None], step: Step) -> None:
-        compute, take = step
+    def _compute(self, ended: asyncio.Future[None], compute: Callable[[], Any], take: Callable[[Any], None]) -> None:
         try:
-            taken = partial(take, compute(), None)
+            taken = partial(take, compute())
         except BaseException as error:  # such as a panic in Rust: a thread that ends would leave the loop waiting
-            taken = partial(take, None, error)
+            taken = partial(take, error)
         if not self._events.is_closed():
             self._events.call_soon_threadsafe(self._turn, ended, taken, context=self._context)

@@ -35,9 +35,9 @@ class Doubling(StepLoop):
         assert self.released.wait(5)
         return [2 * number for number in given if number or 1 / number]
 
-    def _take(self, result: list[int] | None, error: Exception | None) -> None:
-        if result is None:
-            raise ValueError("a step failed") from error
+    def _take(self, result: list[int] | BaseException) -> None:
+        if isinstance(result, BaseException):
+            raise ValueError("a step failed") from result
         self.results.append((result, CALLER.get()))
         self.taken.set()
 
@@ -149,6 +149,15 @@ async def test_an_idle_thread_keeps_nothing_of_the_last_step() -> None:
     del batch
     assert await until(lambda: held() is None, 5)
     thread.stop()
+
+
+def test_a_thread_that_was_stopped_is_not_kept() -> None:
+    thread = StepThread("stopped")
+    thread.start()
+    held = weakref.ref(thread)
+    thread.stop()
+    del thread
+    assert held() is None
 
 
 def test_a_process_that_ends_waits_for_the_step_that_is_computed() -> None:
