@@ -195,7 +195,7 @@ async def _logged(method: str, context: Call, **about: str) -> AsyncIterator[dic
         about["status"] = (error if isinstance(error, OutriderError) else OutriderError).grpc_status
         raise
     finally:
-        about["status"] = "DEADLINE_EXCEEDED" if context.code() else about["status"]  # of a client that does not read
+        about["status"] = code.name if (code := context.code()) else about["status"]  # set for replies not read in time
         log.info("grpc", method=method, ms=round(1000 * (time.monotonic() - started)), **about)
 
 
