@@ -136,10 +136,9 @@ async def test_several_prompts_and_token_ids(api: AsyncOpenAI, house: House, mod
 
 
 async def test_a_stop_string_ends_the_text_before_it(api: AsyncOpenAI, house: House, model: str) -> None:
-    (end,) = house.service.sessions.targets.named(
-        ""
-    ).info.eos_token_ids  # no stop string is found across special tokens
-    wanted: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 60, "seed": 3, "logit_bias": {str(end): -100}}
+    # No stop string is found across special tokens.
+    unwanted = {str(end): -100 for end in house.service.sessions.targets.named("").info.eos_token_ids}
+    wanted: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 60, "seed": 3, "logit_bias": unwanted}
     plain = await api.completions.create(model=model, **wanted)
     text = plain.choices[0].text
     stop = text[20:23]

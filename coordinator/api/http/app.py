@@ -109,7 +109,7 @@ class Api:
 
     async def respond(self, request: Request) -> Response:
         bodies = [await read_body(request, ResponsesBody)]  # not kept as long as the answer takes
-        request.state.size += LARGE_BYTES * (bodies[0].truncation == "auto")  # what fits takes several encodings
+        request.state.to_plan += LARGE_BYTES * (bodies[0].truncation == "auto")  # what fits takes several encodings
         return await self._generate(request, bodies[0].chat, lambda *given: plan_response(bodies.pop(), *given))
 
     async def complete(self, request: Request) -> Response:
@@ -119,7 +119,7 @@ class Api:
         with admission(self._sessions.metrics):
             set_urgency(body.priority, timeout_of(request.headers.get(TIMEOUT_HEADER)))
             target = await self._sessions.targets.find(body.model, urgency().remaining_s)
-            inputs, replies = await beside(request.state.size, plan, body, target, self._settings)
+            inputs, replies = await beside(request.state.to_plan, plan, body, target, self._settings)
             requests = await requests_of(body, request.state.size, inputs, target, self._settings)
             sent = request.state.sent and request.state.sent + inputs[0].form
             requests = [replace(each, sent=sent) for each in requests]

@@ -100,7 +100,7 @@ async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
     if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
         raise HTTPException(415, f"Content-Encoding is {shorten(coding)}, must be absent")
     data = b"".join([part async for part in request.stream()])  # `body()` would keep it as long as the answer takes
-    request.state.size = len(data)
+    request.state.size = request.state.to_plan = len(data)  # planning may take longer than its bytes
     request.state.sent = ""
     if "idempotency-key" in request.headers:
         request.state.sent = await beside(len(data), digest_of, request.url.path.encode() + data)
