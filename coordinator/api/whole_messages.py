@@ -19,7 +19,7 @@ import structlog
 from grpc_health.v1 import health
 
 from coordinator.admission.byte_budget import ByteBudget, ByteShare
-from outrider.base.aio import Call
+from outrider.base.aio import Call, Continuation
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError
 
 log = structlog.get_logger(__name__)
@@ -42,9 +42,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         self._timeout_s = timeout_s
         self._exempt, self._first = exempt, first
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
-    ) -> Any:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
         method: str = handler_call_details.method
         service = method.strip("/").partition("/")[0]

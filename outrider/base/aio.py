@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ HUGE_BYTES = 512 * 1024
 _FOR_HUGE = ThreadPoolExecutor(1, "huge requests")
 T = TypeVar("T")
 Call = grpc.aio.ServicerContext[Any, Any]  # as its handler sees it
+Continuation = Callable[[Any], Awaitable[Any]]  # of an interceptor: what returns the handler of a call
 
 CANCEL_AGAIN_S = 1.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -13,7 +13,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from outrider.base.aio import FAILED, background, until
+from outrider.base.aio import FAILED, Continuation, background, until
 from outrider.base.config import Settings, has_secrets
 from outrider.base.endpoint import bracketed, is_loopback
 from outrider.base.grpc_options import raise_descriptor_limit, server_options
@@ -113,9 +113,7 @@ class RunningCalls(grpc.aio.ServerInterceptor):
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
-    ) -> Any:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         call = asyncio.current_task()
         assert call is not None
         self._running.add(call)  # gRPC runs the handler in the interceptors' task

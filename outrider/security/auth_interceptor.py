@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -13,7 +13,7 @@ import structlog
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from outrider.base.aio import Call
+from outrider.base.aio import Call, Continuation
 from outrider.protocol.errors import Unauthenticated
 from outrider.security.api_keys import HEADER, ApiKeys
 from outrider.security.error_interceptor import abort
@@ -44,9 +44,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         """Return the check for both ones' services."""
         return AuthInterceptor(self._keys_by_service | other._keys_by_service)
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
-    ) -> Any:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         method: str = handler_call_details.method
         keys = self._keys_by_service.get(method.strip("/").partition("/")[0], self._others)
         shown = dict(handler_call_details.invocation_metadata or ())

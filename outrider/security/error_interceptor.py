@@ -15,7 +15,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc._cython import cygrpc
 
-from outrider.base.aio import Call, WriteTimer
+from outrider.base.aio import Call, Continuation, WriteTimer
 from outrider.protocol import convert
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError
 from outrider.protocol.field_limits import check_fields
@@ -32,9 +32,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         """Set the longest time for a peer to read a reply of a stream."""
         self._write_timeout_s = write_timeout_s
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
-    ) -> Any:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
