@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from copy import copy
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -47,7 +48,7 @@ class WorkerStream(Generic[Out, In]):
         self._decode = decode
         self._span = span
         self._call: Any = None
-        self._cancelled_by: OutriderError | None = None
+        self._cancelled_by: OutriderError | None = None  # copied: its traceback would have this stream
 
     async def __aenter__(self) -> Self:
         try:
@@ -84,11 +85,11 @@ class WorkerStream(Generic[Out, In]):
         try:
             data = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise self._cancelled_by or worker_error(self.connection.info.address, error) from error
+            raise copy(self._cancelled_by) or worker_error(self.connection.info.address, error) from error
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise  # else gRPC cancelled the read, as it does for a call that was cancelled
-            raise self._cancelled_by or PeerLost(f"the stream to {self.connection.info.address} was closed") from None
+            raise copy(self._cancelled_by) or PeerLost(f"stream to {self.connection.info.address} was closed") from None
         if data is None:
             return None
         self.connection.silent_s = 0.0

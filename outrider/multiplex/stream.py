@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import grpc
 
@@ -138,7 +139,7 @@ class MultiplexedStream:
         """Return the next message, or None after the peer's end; raise the error that ended the carrying stream."""
         while not self._unread:
             if self._failure is not None:
-                raise self._failure
+                raise copy(self._failure)  # whose traceback would have the sessions of all streams that it ends
             if self.end_received is not None or self.end_sent:
                 self._check_end()
                 return None

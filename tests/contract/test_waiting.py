@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator.api.service import CoordinatorService
+from outrider.base.aio import cancel_all
 from outrider.base.aio import until as soon
 from outrider.engine.loading.loader import LoadedModel
-from outrider.protocol.errors import Fenced
+from outrider.protocol.errors import Fenced, PeerLost
 from outrider.protocol.speculation import FinishReason
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
@@ -21,6 +25,7 @@ from tests.contract.conftest import HEARTBEAT_MS, slowed, verifier_serving
 pytestmark = pytest.mark.timeout(120)
 
 LONG = ask("It takes its time. ", temperature=0.0, max_tokens=1500, ignore_eos=True, gamma=0)
+SHORT = ask("It takes a moment. ", temperature=0.0, max_tokens=30, ignore_eos=True, gamma=0)
 
 
 async def test_what_another_coordinator_does_with_it_ends_it_here(
@@ -55,3 +60,42 @@ async def test_what_another_coordinator_does_with_it_ends_it_here(
         assert not live[0].ended, "those ends are not its end"
         taken.cancel()
         running.cancel()
+
+
+@pytest.mark.parametrize("how", ["the connection is lost", "they are cancelled"])
+async def test_sessions_of_a_lost_verifier_are_gone_without_a_garbage_collection(
+    loaded: LoadedModel, redis_server: Redis, tmp_path: Path, how: str
+) -> None:
+    """The error of their shared stream kept them all, or that of a late verdict its session. Collections are rare."""
+    settings = CoordinatorSettings(http_port=-1, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=30)
+    service = CoordinatorService(settings, redis_server.url)
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(in_process(service, settings))
+        await stack.enter_async_context(verifier_serving(loaded, tmp_path, coordinators=address))
+        assert await soon(lambda: service.sessions.ready, 20)
+        (verifier,) = service.sessions.worker_pool.connections()
+        assert await soon(lambda: verifier._calls.shared is not None, 20)
+        stub = await stack.enter_async_context(client(address))
+        stack.enter_context(slowed(loaded, 0.02))
+        calls = [stub.Generate(SHORT, timeout=100) for _ in range(3)]
+        for call in calls:
+            while not (await call.read()).HasField("chunk"):
+                pass
+        lines = stack.enter_context(capture_logs())
+        gc.collect()
+        gc.disable()
+        stack.callback(gc.enable)
+        held = [weakref.ref(each) for each in (*service.sessions.live, *verifier.streams)]
+        assert len(held) == 6
+        if how == "they are cancelled":
+            for stream in [*verifier.streams]:
+                stream.cancel(PeerLost("its verdict is overdue"))
+            del stream
+        else:
+            await cancel_all([*verifier._calls._running])
+        for call in calls:
+            while not (await call.read()).HasField("complete"):
+                pass
+        assert [line["event"] for line in lines].count("verifier lost") == 3
+        assert await soon(lambda: not service.sessions.live, 10)
+        assert await soon(lambda: not [each for each in held if each() is not None], 5)
