@@ -76,13 +76,16 @@ class RegistryService(rpc.RegistryServicer):
     async def _receive_reports(
         self, requests: _Requests, connection: WorkerConnection, told: ModelInfo, tokens: tuple[str, ...]
     ) -> None:
+        compared: object = None  # the targets with which it was
         async for request in requests:
             self._sessions.delivery.check(connection.info)
             now = connection.info.model
             if connection.info.role is Role.DRAFTER:
                 check_drafter(now, self._sessions.targets)
-            if self._compatibility.adapted(told, now, tokens).vocabulary_digest != now.vocabulary_digest:
-                raise Unavailable("another target with this drafter's vocabulary has verifiers now; register again")
+            if (served := self._compatibility.served) != compared:  # comparing vocabularies takes milliseconds
+                compared, model = served, self._compatibility.adapted(told, now, tokens)
+                if model.vocabulary_digest != now.vocabulary_digest:
+                    raise Unavailable("another target with this drafter's vocabulary has verifiers now; register again")
             if (report := _worker(request)).model == told:
                 report = replace(report, model=now)
             await self._sessions.registrations.update(report, connection)

@@ -59,10 +59,15 @@ class Compatibility:
         alone = not info.model.vocabulary_digest or any(shares_vocabulary(info.model, it.info) for it in self._targets)
         return [] if alone or info.role is Role.VERIFIER else [known.vocabulary for known in self._targets]
 
+    @property
+    def served(self) -> list[Target]:
+        """Return the targets that have verifiers."""
+        return [it for it in self._targets if self._verifiers(it.identity)]
+
     def adapted(self, told: ModelInfo, now: ModelInfo, tokens: tuple[str, ...]) -> ModelInfo:
         """Return a drafter's model with the vocabulary of a served target, its own or a longer one; else `now`."""
         own = {it.vocabulary.digest: it.vocabulary.tokens for it in self._targets}.get(told.vocabulary_digest, tokens)
-        served = [it for it in self._targets if self._verifiers(it.identity)]
+        served = self.served
         longer = (it.info.vocabulary_digest for it in served if own and it.vocabulary.tokens[: len(own)] == own)
         models = chain((told, now), (replace(told, vocabulary_digest=digest) for digest in longer))
         return next((model for model in models if any(fits(model, it.info) for it in served)), now)

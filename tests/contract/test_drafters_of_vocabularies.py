@@ -118,6 +118,31 @@ async def test_it_waits_for_its_target_where_no_other_begins_as_it_does(fleet: F
     assert not told(logs)
 
 
+async def test_it_is_compared_with_the_targets_when_they_change_and_not_at_each_heartbeat(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[object] = []
+
+    class Tokens(tuple[str, ...]):
+        def __getitem__(self, which: Any) -> Any:
+            compared.append(which)
+            return super().__getitem__(which)
+
+    monkeypatch.setitem(TARGETS, "other", Vocabulary(Tokens(OTHER.tokens)))
+    for name in ("own", "other"):
+        fleet.verifier(name)
+        await fleet.joined(name)
+    fleet.drafter(OWN)
+    assert await fleet.serves(OWN)
+    await fleet.leaves("own")
+    assert await until(lambda: bool(compared), 20)
+    await asyncio.sleep(1.0)
+    assert len(compared) == 1
+    fleet.verifier("longer")
+    await fleet.joined("longer")
+    assert await fleet.serves(LONGER)
+
+
 async def test_one_that_starts_while_its_target_is_away_serves_another(fleet: Fleet) -> None:
     for name in ("own", "longer"):
         fleet.verifier(name)
