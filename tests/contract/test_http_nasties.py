@@ -198,6 +198,14 @@ async def test_bodies_of_any_length(house: House, headers: list[str], body: byte
         assert statuses(await one.all()) == answers
 
 
+@pytest.mark.parametrize("expects", [[], ["Expect: 100-continue"]])
+async def test_a_body_that_says_that_it_is_too_large_is_not_waited_for(house: House, expects: list[str]) -> None:
+    """Its client was told after ten seconds that it was slow, and sent it again."""
+    async with wire(house) as one:
+        await one.say(request("Content-Length: 1000000000000", *expects))
+        assert statuses(await one.some()) == [413]
+
+
 async def test_a_body_without_end_is_cut_off(house: House) -> None:
     async with wire(house) as one:
         await one.say(request("Transfer-Encoding: chunked"))

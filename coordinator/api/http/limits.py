@@ -84,9 +84,10 @@ class BodyReader:
         self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        declared = int(Headers(scope=scope).get("content-length", 0))
         with self._budget.share() as share:
             try:
-                body = await self._read(receive, share)
+                body = bytearray() if declared > self._limit else await self._read(receive, share)
             except (TimeoutError, Overloaded) as error:
                 slow = Expired(f"the body arrived slower than {MIN_BYTES_PER_S} bytes a second", field="body")
                 reply = respond(error, 503) if isinstance(error, Overloaded) else respond(slow, 408)
@@ -95,7 +96,7 @@ class BodyReader:
                 return
             if body is None:
                 return  # the client left before the end of the body
-            if len(body) > self._limit:
+            if max(declared, len(body)) > self._limit:
                 large = InvalidRequest.of("body", f"more than {self._limit} bytes", f"at most {self._limit} bytes")
                 await respond(large, 413)(scope, receive, send)
                 return
