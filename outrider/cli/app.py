@@ -72,6 +72,7 @@ def show_version() -> None:
 
 def main() -> None:
     """Run the `outrider` command."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what it lacks, such as ASCII
     try:
         app(prog_name="outrider")
     except (OutriderError, OSError, ValueError) as error:

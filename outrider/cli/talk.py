@@ -69,7 +69,8 @@ def generate(
     request |= {"branches": branches, "ahead": ahead, "model": model}
     with options.connect(context.params) as client:
         if as_json_:
-            typer.echo(json.dumps(as_json(client.complete(**request)), ensure_ascii=False, indent=2))
+            escaped = sys.stdout.encoding != "utf-8"
+            typer.echo(json.dumps(as_json(client.complete(**request)), ensure_ascii=escaped, indent=2))
             return
         _stream(client, request, colour=show_guesses, explain=explain, once=True)
 

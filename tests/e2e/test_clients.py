@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -176,9 +177,10 @@ async def test_nobody_there_is_told_soon() -> None:
             await asyncio.wait_for(client.complete("Hello"), 20)
 
 
-def example(*line: str) -> str:
+def example(*line: str, **variables: str) -> str:
+    env = environment(**variables)
     done = subprocess.run(
-        [sys.executable, *line], capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=60, check=False
+        [sys.executable, *line], capture_output=True, text=True, cwd=ROOT, env=env, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -190,3 +192,17 @@ def test_examples(whole_fleet: Cluster) -> None:
     said = example("examples/async_stream.py", endpoints)
     for question in ("three rivers", "three mountains", "three seas", "long story"):
         assert question in said
+
+
+C_LOCALE = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+
+
+@pytest.mark.parametrize("variables", [{"PYTHONIOENCODING": "ascii"}, C_LOCALE], ids=["ascii", "C"])
+def test_a_text_beyond_what_the_output_can_encode_is_escaped(whole_fleet: Cluster, variables: dict[str, str]) -> None:
+    """It ended the command in the middle of the text."""
+    command = ("-c", "from outrider.cli import main; main()")
+    asked = ("generate", "Which?", "--endpoint", whole_fleet.addresses[0], "--regex", "\\u00e9{2}\\U0001f426")
+    assert example(*command, *asked, **variables) == "\\xe9\\xe9\\U0001f426\n"
+    assert json.loads(example(*command, *asked, "--json", **variables))["text"] == "\xe9\xe9\U0001f426"
+    for line in ((*command, "generate"), ("-m", "coordinator")):
+        assert "\\u03b3" in example(*line, "--help", **variables)
