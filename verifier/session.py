@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -84,6 +84,7 @@ class VerifySession:
         self.hidden_states = HiddenStateBuffer(opening.hidden_states, opening.cache_salt, self.committed)
         self.outbox: asyncio.Queue[Verdict | Rejection | EarlierStates | Ended] = asyncio.Queue()
         self.ready: Callable[[], bool] = lambda: False  # whether the peer reads what is sent at once
+        self.readable: Callable[[], Awaitable[None]] | None = None  # waits until it does
         self.send: Callable[[Verdict], None]
         self.tree = GuessTree(self.committed, single=self.params.mode.needs_draft_probs)
         assert self.params.seed is not None
@@ -199,7 +200,9 @@ class VerifySession:
 
     async def next_reply(self) -> Verdict | Rejection | EarlierStates | Ended:
         """Return the next reply; plain steps that the peer has not read share a verdict, if it takes such."""
-        reply = self._next_reply or await self.outbox.get()
+        reply = self._next_reply = self._next_reply or await self.outbox.get()
+        if self.readable is not None and self.plain_steps > 1 and isinstance(reply, Verdict):
+            await self.readable()  # steps that end meanwhile share the verdict
         self._next_reply = None
         unread: list[Verdict] = []
         while isinstance(reply, Verdict) and reply.is_plain and len(unread) < self.plain_steps:

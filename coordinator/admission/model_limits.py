@@ -7,7 +7,7 @@ sessions.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
@@ -28,8 +28,9 @@ class ModelLimits:
     context: int = 0  # tokens of prompt and output together
     output: int = 0  # tokens of an output
 
-    def admit(self, model: str, sessions: Collection[tuple[str, bool]], tenant: str) -> None:
-        """Raise Overloaded for a session too many; `sessions` are the model's: whose each is, and whether it waits."""
+    def admit(self, model: str, of_model: Iterable[tuple[str, bool]], tenant: str) -> None:
+        """Raise Overloaded for a session too many; `of_model` tells whose each is, and whether it waits."""
+        sessions = [*of_model] if self.sessions or self.waiting or self.key_sessions else []
         waiting = sum(waits for _, waits in sessions)
         own = sum(holder == tenant for holder, _ in sessions)
         for name, held, message in (

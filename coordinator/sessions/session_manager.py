@@ -168,8 +168,8 @@ class SessionManager:
 
     def _admit_request(self, request: SessionRequest, target: Target) -> None:
         self._context.seats(target.identity).check_in_time(tenant().id, urgency(), request)
-        running = [s for s in self.live if s.target.identity == target.identity and not s.ended]
-        waits = [(session.record.tenant, session.stats.waiting) for session in running]
+        running = (s for s in self.live if s.target.identity == target.identity and not s.ended)
+        waits = ((session.record.tenant, session.stats.waiting) for session in running)
         limits_of(self._settings, target).admit(target.info.name, waits, tenant().id)
         self.admit(len(request.prompt))
 

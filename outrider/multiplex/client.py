@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ log = structlog.get_logger(__name__)
 
 MAX_HEADER_BYTES = 1024  # with its key
 WRITE_TIMEOUT_S = 30.0  # for a batch, from its first frame to its place in the connection
+FRAMES_AT_ONCE = 32  # then what else is ready has its turn: of hundreds of sessions one would wait for all at each step
 MAX_ENDING = 8192  # streams that we have ended and the worker has not
 
 Metadata = Sequence[tuple[str, str]]
@@ -56,7 +58,7 @@ class SharedStream:
                 self._window = check_window(await _batch(call))
                 self.ready = True
                 while True:
-                    self._receive(await _batch(call))
+                    await self._receive(await _batch(call))
         except InvalidRequest as error:
             failure = ProtocolViolation(f"shared stream: {error.message}")
             raise failure from error
@@ -70,13 +72,18 @@ class SharedStream:
             for stream in list(self.streams.values()):
                 stream.fail(failure)
 
-    def _receive(self, batch: pb.SessionFrames) -> None:
-        self._frames.take_marks(batch)
-        for frame in check_batch(batch):
+    async def _receive(self, batch: pb.SessionFrames) -> None:
+        read_at = time.monotonic()
+        for number, frame in enumerate(check_batch(batch), 1):
             stream = self.streams.get(frame.stream)
             if stream is None or frame.HasField("open"):
                 raise InvalidRequest.of("frame.stream", frame.stream, "a stream that is open")
             stream.receive(frame)
+            if not number % FRAMES_AT_ONCE:
+                await asyncio.sleep(0)
+        if batch.ping:  # answered once its sessions have dealt with it
+            await asyncio.sleep(0)
+        self._frames.take_marks(batch, time.monotonic() - read_at)
         if len(self.streams) > MAX_ENDING and sum(stream.end_sent for stream in self.streams.values()) > MAX_ENDING:
             raise InvalidRequest.of("streams", "not ended", "ended by both sides")
 

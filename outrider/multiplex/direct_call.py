@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.base.aio import Call
-from outrider.multiplex.frames import FrameQueue
 from outrider.multiplex.stream import MultiplexedStream
 
 
@@ -18,15 +17,12 @@ class DirectCall:
 
     headers: tuple[tuple[str, str], ...]
     stream: MultiplexedStream
-    frames: FrameQueue
     decode: Callable[[bytes], Any]
+    ready: Callable[[], bool]  # whether the peer reads fast enough for another reply
+    readable: Callable[[], Awaitable[None]]  # waits until it does
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return self.headers
-
-    def ready(self) -> bool:
-        """Return whether the peer reads fast enough for another reply."""
-        return not (self.stream.num_unsent or self.frames.is_behind)
 
     def send(self, reply: Any) -> None:
         self.stream.send(reply.SerializeToString())

@@ -21,6 +21,7 @@ _FRAME_BYTES = 48  # of a frame besides its content, at most
 PING_S = 0.05  # between two pings, at least
 _PATIENCE_S = 0.02  # with a pong
 _RISE, _RISES_TO_S = 1.02, 0.15  # of the fastest time with each pong: a connection's round trip may change
+_BUSY = 0.25  # the peer's share of that time, from which the connection is not to blame
 
 
 class FrameQueue:
@@ -33,6 +34,7 @@ class FrameQueue:
         self._room = 0  # bytes, in the last batch
         self._waiting: asyncio.Future[None] | None = None  # for a batch
         self._closed = self._asked = False  # asked for a pong
+        self._lag_s = 0.0  # from the reading of the last ping until its batch was dealt with
         self._pinged_at, self._fastest_s = -math.inf, math.inf  # from a ping to its pong
         self.answered = asyncio.Event()  # the last ping
         self.answered.set()
@@ -59,22 +61,24 @@ class FrameQueue:
         if not self._batches:
             self._room = 0
         if self._asked:
-            batch.pong, self._asked = True, False
+            batch.pong, batch.lag_us, self._asked = True, int(1e6 * self._lag_s), False
         if self._pings and batch.frames and self.answered.is_set() and now > self._pinged_at + PING_S:
             batch.ping, self._pinged_at = True, now
             self.answered.clear()
         return batch
 
-    def take_marks(self, batch: pb.SessionFrames) -> None:
-        """Take the ping and the pong of a batch that the peer has sent; raise InvalidRequest for one too many."""
+    def take_marks(self, batch: pb.SessionFrames, lag_s: float = 0.0) -> None:
+        """Take the ping and the pong of a batch, `lag_s` after it was read; raise InvalidRequest for one too many."""
         if (batch.ping and self._asked) or (batch.pong and self.answered.is_set()):
             raise InvalidRequest.of("batch", "another ping or pong", "one ping until its pong")
         if batch.ping:
-            self._asked = True
+            self._asked, self._lag_s = True, lag_s
             resolve(self._waiting)
         if batch.pong:
-            most_s = max(self._fastest_s, min(_RISE * self._fastest_s, _RISES_TO_S))
-            self._fastest_s = min(most_s, time.monotonic() - self._pinged_at)
+            took_s = time.monotonic() - self._pinged_at
+            rise = 1.0 if 1e-6 * batch.lag_us > _BUSY * took_s else _RISE
+            most_s = max(self._fastest_s, min(rise * self._fastest_s, _RISES_TO_S))
+            self._fastest_s = min(most_s, took_s)
             self.answered.set()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -133,7 +134,8 @@ class CoordinatorSessions:
         if refusal is not None:
             _end(stream, refusal)
             return
-        running = asyncio.create_task(self._run(DirectCall(headers, stream, self.frames, self._handler.decode)))
+        ready, readable = partial(self._ready, stream), partial(self._readable, stream)
+        running = asyncio.create_task(self._run(DirectCall(headers, stream, self._handler.decode, ready, readable)))
         self._running[self._last] = running
         running.add_done_callback(lambda _: self._ended(stream))
 
@@ -150,13 +152,17 @@ class CoordinatorSessions:
             async with contextlib.aclosing(self._handler.handle(call.requests(), call)) as replies:  # type: ignore[type-var]
                 async for reply in replies:
                     call.send(reply)
-                    if not call.ready():
-                        await self._read_by_peer(stream)
+                    await call.readable()
         except Exception as error:
             _end(stream, as_outrider_error(error))
         stream.end()  # unless it has ended
 
-    async def _read_by_peer(self, stream: MultiplexedStream) -> None:
+    def _ready(self, stream: MultiplexedStream) -> bool:
+        return not (stream.num_unsent or self.frames.is_behind)
+
+    async def _readable(self, stream: MultiplexedStream) -> None:
+        if self._ready(stream):
+            return
         seconds = self._limits.write_timeout_s
         try:
             async with asyncio.timeout(seconds):

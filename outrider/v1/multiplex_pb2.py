@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1boutrider/v1/multiplex.proto\x12\x0boutrider.v1\"f\n\rSessionFrames\x12)\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x19.outrider.v1.SessionFrame\x12\x0e\n\x06window\x18\x02 \x01(\r\x12\x0c\n\x04ping\x18\x03 \x01(\x08\x12\x0c\n\x04pong\x18\x04 \x01(\x08\"\xaa\x01\n\x0cSessionFrame\x12\x0e\n\x06stream\x18\x01 \x01(\x04\x12%\n\x04open\x18\x02 \x01(\x0b\x32\x17.outrider.v1.OpenStream\x12\x14\n\x07payload\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12\x0e\n\x06\x63redit\x18\x05 \x01(\r\x12#\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x16.outrider.v1.StreamEndB\n\n\x08_payload\"8\n\nOpenStream\x12*\n\x07headers\x18\x01 \x03(\x0b\x32\x19.outrider.v1.StreamHeader\"+\n\x0cStreamHeader\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06header\x18\x02 \x01(\t\";\n\tStreamEnd\x12\x0e\n\x06status\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\x0c\x42\x18Z\x16outrider/v1;outriderv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1boutrider/v1/multiplex.proto\x12\x0boutrider.v1\"v\n\rSessionFrames\x12)\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x19.outrider.v1.SessionFrame\x12\x0e\n\x06window\x18\x02 \x01(\r\x12\x0c\n\x04ping\x18\x03 \x01(\x08\x12\x0c\n\x04pong\x18\x04 \x01(\x08\x12\x0e\n\x06lag_us\x18\x05 \x01(\r\"\xaa\x01\n\x0cSessionFrame\x12\x0e\n\x06stream\x18\x01 \x01(\x04\x12%\n\x04open\x18\x02 \x01(\x0b\x32\x17.outrider.v1.OpenStream\x12\x14\n\x07payload\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12\x0e\n\x06\x63redit\x18\x05 \x01(\r\x12#\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x16.outrider.v1.StreamEndB\n\n\x08_payload\"8\n\nOpenStream\x12*\n\x07headers\x18\x01 \x03(\x0b\x32\x19.outrider.v1.StreamHeader\"+\n\x0cStreamHeader\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06header\x18\x02 \x01(\t\";\n\tStreamEnd\x12\x0e\n\x06status\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\x0c\x42\x18Z\x16outrider/v1;outriderv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\026outrider/v1;outriderv1'
   _globals['_SESSIONFRAMES']._serialized_start=44
-  _globals['_SESSIONFRAMES']._serialized_end=146
-  _globals['_SESSIONFRAME']._serialized_start=149
-  _globals['_SESSIONFRAME']._serialized_end=319
-  _globals['_OPENSTREAM']._serialized_start=321
-  _globals['_OPENSTREAM']._serialized_end=377
-  _globals['_STREAMHEADER']._serialized_start=379
-  _globals['_STREAMHEADER']._serialized_end=422
-  _globals['_STREAMEND']._serialized_start=424
-  _globals['_STREAMEND']._serialized_end=483
+  _globals['_SESSIONFRAMES']._serialized_end=162
+  _globals['_SESSIONFRAME']._serialized_start=165
+  _globals['_SESSIONFRAME']._serialized_end=335
+  _globals['_OPENSTREAM']._serialized_start=337
+  _globals['_OPENSTREAM']._serialized_end=393
+  _globals['_STREAMHEADER']._serialized_start=395
+  _globals['_STREAMHEADER']._serialized_end=438
+  _globals['_STREAMEND']._serialized_start=440
+  _globals['_STREAMEND']._serialized_end=499
 # @@protoc_insertion_point(module_scope)

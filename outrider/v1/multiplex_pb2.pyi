@@ -22,12 +22,15 @@ class SessionFrames(google.protobuf.message.Message):
     WINDOW_FIELD_NUMBER: builtins.int
     PING_FIELD_NUMBER: builtins.int
     PONG_FIELD_NUMBER: builtins.int
+    LAG_US_FIELD_NUMBER: builtins.int
     window: builtins.int
     """bytes that a session's stream may have unread; first batch only"""
     ping: builtins.bool
-    """asks for a `pong` once the batch has been read; none is asked for before it has come"""
+    """asks for a `pong` once the batch has been dealt with; one until that has come"""
     pong: builtins.bool
     """a batch with it may have no frames"""
+    lag_us: builtins.int
+    """with `pong`: how long the batch with the ping took to deal with"""
     @property
     def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SessionFrame]:
         """in the order in which they were sent"""
@@ -39,8 +42,9 @@ class SessionFrames(google.protobuf.message.Message):
         window: builtins.int = ...,
         ping: builtins.bool = ...,
         pong: builtins.bool = ...,
+        lag_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frames", b"frames", "ping", b"ping", "pong", b"pong", "window", b"window"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "lag_us", b"lag_us", "ping", b"ping", "pong", b"pong", "window", b"window"]) -> None: ...
 
 global___SessionFrames = SessionFrames
 

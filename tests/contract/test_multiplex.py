@@ -311,7 +311,7 @@ async def test_a_coordinator_that_answers_no_ping_is_waited_for_by_its_window_al
         assert len(await read_all(stream)) == 1500
 
 
-def receive_without_marks(shared: client.SharedStream, batch: pb.SessionFrames) -> None:
+async def receive_without_marks(shared: client.SharedStream, batch: pb.SessionFrames) -> None:
     for frame in batch.frames:
         shared.streams[frame.stream].receive(frame)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
@@ -76,6 +78,41 @@ async def test_plain_steps_that_are_unread_share_a_verdict() -> None:
     assert verdict.timings.cached_tokens == 7, "what the first verdict reports"
     assert verdict.timings.draft_us == 500, "that of all steps"
     assert verdict.finish_reason is FinishReason.LENGTH
+    assert await session.next_reply() == Ended(None)
+
+
+async def test_steps_share_a_verdict_from_the_first_one_that_a_late_peer_has_to_wait_for() -> None:
+    """Each verdict costs the peer about the same, however many steps it has."""
+    session, reads = opened(), asyncio.Event()
+    session.ready, session.readable = reads.is_set, lambda: as_none(reads.wait())
+    session.send = lambda verdict: pytest.fail("it would pass those that wait")
+    commit(session, 1)
+    reading = asyncio.create_task(session.next_reply())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        commit(session, 1)
+    reads.set()
+    commit(session, 1)
+    verdict = await reading
+    assert isinstance(verdict, Verdict)
+    assert verdict.tokens == (10, 11, 12, 13, 14)
+
+
+async def as_none(waiting: Awaitable[object]) -> None:
+    await waiting
+
+
+async def test_a_session_that_guesses_waits_for_no_late_peer_to_send_a_verdict() -> None:
+    session = opened(1)
+    session.readable = lambda: pytest.fail("its next guesses need the verdict")
+    commit(session, 1)
+    assert isinstance(await session.next_reply(), Verdict)
+
+
+async def test_an_end_waits_for_no_late_peer() -> None:
+    session = opened()
+    session.readable = lambda: pytest.fail("its status is no message")
+    session.end()
     assert await session.next_reply() == Ended(None)
 
 

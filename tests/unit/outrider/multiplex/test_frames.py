@@ -94,6 +94,20 @@ async def test_a_peer_that_reads_late_for_long_is_not_taken_for_a_slow_connectio
         ours.take_marks(await sent(theirs))
 
 
+@pytest.mark.parametrize(("lag_s", "late"), [(0.05, True), (0.03, False)])
+async def test_a_busy_peer_is_not_taken_for_a_slow_connection(clock: Clock, lag_s: float, late: bool) -> None:
+    """It says how long it was busy: what takes it 0.15 s each time would be as fast as it gets after some seconds."""
+    ours, theirs = await connected(clock)
+    for _ in range(200):
+        clock.now += PING_S
+        asked = await sent(ours)
+        clock.now += 0.15
+        was_late = ours.is_behind
+        theirs.take_marks(asked, lag_s)
+        ours.take_marks(await sent(theirs))
+    assert was_late == late
+
+
 async def test_a_slow_connection_makes_no_peer_late(clock: Clock) -> None:
     ours, theirs = FrameQueue(pings=True), FrameQueue()
     for side in (ours, theirs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import cast
 
 import grpc
@@ -17,6 +18,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.v1 import multiplex_pb2 as pb
 
 MIB = 1024 * 1024
+SLOW_S = 0.02
 
 
 def make_stream(max_message: int = MIB) -> tuple[MultiplexedStream, FrameQueue]:
@@ -234,7 +236,7 @@ def test_a_window_that_cannot_be_is_refused(window: int) -> None:
         check_window(pb.SessionFrames(window=window))
 
 
-def test_a_worker_that_ends_no_stream_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_ends_no_stream_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each that we have ended is kept until it ends its side."""
     monkeypatch.setattr(client, "MAX_ENDING", 3)
     shared = client.SharedStream(cast(grpc.aio.Channel, None), MIB)
@@ -243,7 +245,46 @@ def test_a_worker_that_ends_no_stream_is_found_out(monkeypatch: pytest.MonkeyPat
         shared.start(()).end(grpc.StatusCode.CANCELLED)
     late = pb.SessionFrames(frames=[pb.SessionFrame(stream=1, payload=b"x")])
     with pytest.raises(InvalidRequest, match="not ended"):
-        shared._receive(late)
+        await shared._receive(late)
+
+
+async def test_a_large_batch_leaves_turns_to_what_else_is_ready() -> None:
+    """A new request needs tens of turns of the event loop, and would wait for all sessions in each of them."""
+    shared = client.SharedStream(cast(grpc.aio.Channel, None), MIB)
+    shared._window = WINDOW_BYTES
+    calls = [shared.start(()) for _ in range(3 * client.FRAMES_AT_ONCE + 1)]
+    batch = pb.SessionFrames(frames=[pb.SessionFrame(stream=call.number, payload=b"x") for call in calls])
+    receiving = asyncio.create_task(shared._receive(batch))
+    taken_by_turn = []
+    while not receiving.done():
+        await asyncio.sleep(0)
+        taken_by_turn.append(sum(bool(call._unread) for call in calls))
+    assert taken_by_turn == [*range(client.FRAMES_AT_ONCE, len(calls), client.FRAMES_AT_ONCE), len(calls)]
+
+
+async def test_a_ping_is_answered_once_its_batch_was_dealt_with() -> None:
+    shared = client.SharedStream(cast(grpc.aio.Channel, None), MIB)
+    shared._window = WINDOW_BYTES
+    call = shared.start(())
+    await taken(shared._frames)
+    batch = pb.SessionFrames(ping=True, frames=[pb.SessionFrame(stream=call.number, payload=b"x")])
+    receiving = asyncio.create_task(shared._receive(batch))
+    reading = asyncio.create_task(slow_reader(call))
+    await receiving
+    assert reading.done()
+    answer = await shared._frames.next()
+    assert answer is not None
+    assert answer.pong
+    assert answer.lag_us >= 1e6 * SLOW_S
+
+
+def work() -> None:
+    time.sleep(SLOW_S)
+
+
+async def slow_reader(call: MultiplexedStream) -> None:
+    assert await call.read() == b"x"
+    work()
 
 
 async def test_messages_that_are_delivered_come_in_order_and_are_confirmed_until_one_raises() -> None:
