@@ -88,8 +88,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
                     return pb.VerifyReply(verdict=convert.verdict_to_proto(verdict))
 
                 if isinstance(context, DirectCall):
-                    session.ready, session.readable = context.ready, context.readable
-                    session.send = lambda verdict: context.send(message(verdict))
+                    session.peer, session.send = context, lambda verdict: context.send(message(verdict))
                 async with background(
                     self._receive(session, requests, context, partial(self._apply, session))
                 ) as receiving:

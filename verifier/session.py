@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from outrider.multiplex.direct_call import DirectCall
 from outrider.protocol.checks import MAX_EPOCH, check_salt, check_tokens
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import ModelInfo
@@ -83,8 +84,7 @@ class VerifySession:
         self.committed = list(opening.tokens)
         self.hidden_states = HiddenStateBuffer(opening.hidden_states, opening.cache_salt, self.committed)
         self.outbox: asyncio.Queue[Verdict | Rejection | EarlierStates | Ended] = asyncio.Queue()
-        self.ready: Callable[[], bool] = lambda: False  # whether the peer reads what is sent at once
-        self.readable: Callable[[], Awaitable[None]] | None = None  # waits until it does
+        self.peer: DirectCall | None = None  # that takes what is sent at once
         self.send: Callable[[Verdict], None]
         self.tree = GuessTree(self.committed, single=self.params.mode.needs_draft_probs)
         assert self.params.seed is not None
@@ -193,7 +193,7 @@ class VerifySession:
         if self.direct is not None and self.direct(verdict):
             verdict = replace(verdict, hidden_states=None)
         ends = verdict.finish_reason is not FinishReason.NONE  # by the task: it waits until the peer has room for it
-        if not ends and self._next_reply is None and self.outbox.empty() and self.ready():
+        if not ends and self._next_reply is None and self.outbox.empty() and self.peer and self.peer.ready():
             self.send(verdict)
         else:
             self.outbox.put_nowait(verdict)
@@ -201,8 +201,8 @@ class VerifySession:
     async def next_reply(self) -> Verdict | Rejection | EarlierStates | Ended:
         """Return the next reply; plain steps that the peer has not read share a verdict, if it takes such."""
         reply = self._next_reply = self._next_reply or await self.outbox.get()
-        if self.readable is not None and self.plain_steps > 1 and isinstance(reply, Verdict):
-            await self.readable()  # steps that end meanwhile share the verdict
+        if self.peer and self.plain_steps > 1 and isinstance(reply, Verdict):
+            await self.peer.readable()  # steps that end meanwhile share the verdict
         self._next_reply = None
         unread: list[Verdict] = []
         while isinstance(reply, Verdict) and reply.is_plain and len(unread) < self.plain_steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from outrider.engine.mock import MockEngine
+from outrider.multiplex.direct_call import DirectCall
+from outrider.multiplex.stream import MultiplexedStream
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.hidden_states.messages import StateSpec, StateSpecs
@@ -84,7 +86,7 @@ async def test_plain_steps_that_are_unread_share_a_verdict() -> None:
 async def test_steps_share_a_verdict_from_the_first_one_that_a_late_peer_has_to_wait_for() -> None:
     """Each verdict costs the peer about the same, however many steps it has."""
     session, reads = opened(), asyncio.Event()
-    session.ready, session.readable = reads.is_set, lambda: as_none(reads.wait())
+    session.peer = peer(reads.is_set, lambda: as_none(reads.wait()))
     session.send = lambda verdict: pytest.fail("it would pass those that wait")
     commit(session, 1)
     reading = asyncio.create_task(session.next_reply())
@@ -98,20 +100,24 @@ async def test_steps_share_a_verdict_from_the_first_one_that_a_late_peer_has_to_
     assert verdict.tokens == (10, 11, 12, 13, 14)
 
 
+def peer(ready: Callable[[], bool], readable: Callable[[], Awaitable[None]]) -> DirectCall:
+    return DirectCall((), cast(MultiplexedStream, None), bytes, ready, readable)
+
+
 async def as_none(waiting: Awaitable[object]) -> None:
     await waiting
 
 
 async def test_a_session_that_guesses_waits_for_no_late_peer_to_send_a_verdict() -> None:
     session = opened(1)
-    session.readable = lambda: pytest.fail("its next guesses need the verdict")
+    session.peer = peer(bool, lambda: pytest.fail("its next guesses need the verdict"))
     commit(session, 1)
     assert isinstance(await session.next_reply(), Verdict)
 
 
 async def test_an_end_waits_for_no_late_peer() -> None:
     session = opened()
-    session.readable = lambda: pytest.fail("its status is no message")
+    session.peer = peer(bool, lambda: pytest.fail("its status is no message"))
     session.end()
     assert await session.next_reply() == Ended(None)
 
