@@ -30,23 +30,13 @@ Handler = Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]
 class MultiplexedHandler:
     """Handler of shared streams."""
 
-    def __init__(
-        self,
-        handler: Handler,
-        decode: Callable[[bytes], Any],
-        keys: ApiKeys,
-        limits: Settings,
-        wake: Callable[[], object] = bool,
-    ) -> None:
-        """Set the handler of one session; `keys` are checked for each, since a caller's may no longer be valid.
-
-        `wake` is called after each batch of frames.
-        """
+    def __init__(self, handler: Handler, decode: Callable[[bytes], Any], keys: ApiKeys, limits: Settings) -> None:
+        """Set the handler of one session; `keys` are checked for each, since a caller's may no longer be valid."""
         self.handle = handler
         self.decode = checked_reader(decode)
         self.keys = keys
         self.limits = limits
-        self.wake = wake
+        self.wake: Callable[[], object] = bool  # called after each batch of frames
         self._open: set[CoordinatorSessions] = set()
 
     async def serve(self, batches: AsyncIterator[pb.SessionFrames], context: Call) -> AsyncIterator[pb.SessionFrames]:

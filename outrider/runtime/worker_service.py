@@ -78,7 +78,8 @@ class WorkerService:
         """Prepare the service; `about` has what the worker is, without id, address and state."""
         self.credentials = Credentials(settings)
         self.auth_interceptor = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
-        self._multiplexed = MultiplexedHandler(handler, decode, self.credentials.own_keys, settings, loop.wake_now)
+        self._multiplexed = MultiplexedHandler(handler, decode, self.credentials.own_keys, settings)
+        self._multiplexed.wake = loop.wake_now
         self._metrics_server = MetricsServer(metrics, settings, self.credentials)
         self._host = settings.host
         self._about = replace(
