@@ -136,20 +136,18 @@ class VerificationLoop(StepLoop):
             self.wake_in(wait_s)
         return None
 
-    def _take_step(
-        self, batch: Sequence[ScheduledSession], started: float, outcome: VerifyStep | BaseException
-    ) -> None:
-        if not isinstance(outcome, BaseException):
-            self._commit(batch, outcome, started)
+    def _take_step(self, batch: Sequence[ScheduledSession], started: float, result: VerifyStep | BaseException) -> None:
+        if not isinstance(result, BaseException):
+            self._commit(batch, result, started)
             return
-        if isinstance(outcome, TargetFailed):
-            self._fail(outcome)
-        if isinstance(outcome, TargetFailed) or not isinstance(outcome, Exception):
-            raise outcome
+        if isinstance(result, TargetFailed):
+            self._fail(result)
+        if isinstance(result, TargetFailed) or not isinstance(result, Exception):
+            raise result
         # A failing step must not end sessions that are not in it.
-        log.error("verification step failed", session_ids=[item.session.id for item in batch], exc_info=outcome)
+        log.error("verification step failed", session_ids=[item.session.id for item in batch], exc_info=result)
         for item in batch:
-            self.close(item.session, PeerLost(f"the target's forward pass failed: {outcome}"))
+            self.close(item.session, PeerLost(f"the target's forward pass failed: {result}"))
 
     def stop(self) -> None:
         for session in self._admission.sessions():

@@ -79,10 +79,8 @@ class SharedStream:
             if stream is None or frame.HasField("open"):
                 raise InvalidRequest.of("frame.stream", frame.stream, "a stream that is open")
             stream.receive(frame)
-            if not number % FRAMES_AT_ONCE:
-                await asyncio.sleep(0)
-        if batch.ping:  # answered once its sessions have dealt with it
-            await asyncio.sleep(0)
+            if not number % FRAMES_AT_ONCE or (batch.ping and number == len(batch.frames)):
+                await asyncio.sleep(0)  # a ping is answered once the sessions have dealt with its batch
         self._frames.take_marks(batch, time.monotonic() - read_at)
         if len(self.streams) > MAX_ENDING and sum(stream.end_sent for stream in self.streams.values()) > MAX_ENDING:
             raise InvalidRequest.of("streams", "not ended", "ended by both sides")

@@ -151,8 +151,6 @@ class CoordinatorSessions:
         return not (stream.num_unsent or self.frames.is_behind)
 
     async def _readable(self, stream: MultiplexedStream) -> None:
-        if self._ready(stream):
-            return
         seconds = self._limits.write_timeout_s
         try:
             async with asyncio.timeout(seconds):
