@@ -85,8 +85,7 @@ class Quotas:
             raise Unavailable(f"{live} sessions are running here", retry_after_ms=1000)
 
     def spend(self, tenant: Tenant, tokens: int) -> None:
-        usage = self._usages.get(tenant.id) or self._usage(tenant)
-        usage.tokens.take(tokens)
+        (self._usages.get(tenant.id) or self._usage(tenant)).tokens.take(tokens)
 
     def _usage(self, tenant: Tenant) -> _KeyUsage:
         """Return a tenant's usage, which starts anew with changed limits of its key."""
