@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import torch
 from safetensors.torch import load_file
 
@@ -27,6 +28,7 @@ from outrider.train.artifacts.card import Card
 from outrider.train.run import METHODS, TrainingOrder
 from outrider.train.tune import tune
 from outrider.v1 import common_pb2 as common
+from tests.cluster import Output
 from tests.conftest import Models
 from tests.contract.conftest import HEARTBEAT_MS, HOME_LENGTH, HOME_PROMPT, Greedy, Home, after_joining, drafter_serving
 
@@ -287,11 +289,18 @@ def test_tune_says_that_one_layer_has_no_early_exit(tmp_path: Path) -> None:
 # Served.
 
 FORM = common.Grammar(regex="[a-z ]*")
+BLOCK = common.VERIFICATION_BLOCK
 
 
 def flags(models: Models, made: Made) -> dict[str, Any]:
     kind, model = choose_drafter(str(made.folder), str(models.target))
     return {"kind": kind, "model": model, "target": str(models.target), "device": "cpu", "kv_tokens": 4096}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def undrafted(home: Home) -> list[Output]:
+    """The answers without a drafter, free and in a form, which must be those with any."""
+    return await asyncio.gather(*(home.answer(gamma=0, seed=5, grammar=form) for form in (None, FORM)))
 
 
 @pytest.mark.parametrize("method", OWN)
@@ -301,22 +310,25 @@ async def test_text_is_the_targets_whoever_drafts(
     made: dict[str, Made],
     loaded: LoadedModel,
     greedy: Greedy,
+    undrafted: list[Output],
     method: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A confidence head may hold no guess likely, least of all in a form that no learnt text has: guesses are made."""
     monkeypatch.setattr(published_blocks, "_MIN_CONFIDENCE", 0.0)
-    plain = await home.answer(gamma=0, seed=5)
-    wanted = await home.answer(gamma=0, seed=5, grammar=FORM)
+    plain, wanted = undrafted
     async with drafter_serving(**flags(models, made[method]), coordinators=home.coordinator):
         await home.knows(1)
         with after_joining(loaded, home.service):
-            outputs = await asyncio.gather(*(home.answer(temperature=0.0, gamma=gamma) for gamma in (1, 4, None)))
-            trees = await asyncio.gather(*(home.answer(temperature=0.0, gamma=4, branches=3) for _ in range(2)))
-            drawn = [await home.answer(seed=5, gamma=4, branches=branches) for branches in (1, 2)]
-            block = await home.answer(seed=5, gamma=4, verification=common.VERIFICATION_BLOCK)
-            formed = [await home.answer(seed=5, gamma=4, branches=branches, grammar=FORM) for branches in (1, 3)]
-            formed_block = await home.answer(seed=5, gamma=4, verification=common.VERIFICATION_BLOCK, grammar=FORM)
+            outputs, trees, drawn, formed, (block, formed_block) = await asyncio.gather(
+                asyncio.gather(*(home.answer(temperature=0.0, gamma=gamma) for gamma in (1, 4, None))),
+                asyncio.gather(*(home.answer(temperature=0.0, gamma=4, branches=3) for _ in range(2))),
+                asyncio.gather(*(home.answer(seed=5, gamma=4, branches=branches) for branches in (1, 2))),
+                asyncio.gather(*(home.answer(seed=5, gamma=4, branches=each, grammar=FORM) for each in (1, 3))),
+                asyncio.gather(
+                    *(home.answer(seed=5, gamma=4, verification=BLOCK, grammar=each) for each in (None, FORM))
+                ),
+            )
     await home.knows(0)
     truth = greedy(loaded.tokenizer.encode(HOME_PROMPT), HOME_LENGTH)
     for output in (*outputs, *trees):
