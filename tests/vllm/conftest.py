@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import functools
 import gc
+import inspect
 import os
 import sys
 import types
@@ -19,6 +21,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 
@@ -34,6 +37,19 @@ if RUNNER == "v2":
     os.environ["TRITON_INTERPRET"] = "1"
     driver = types.SimpleNamespace(is_active=lambda: True)
     import_module("triton.backends").backends["cpu"] = types.SimpleNamespace(driver=driver, compiler=None)
+    _interpreter = import_module("triton.runtime.interpreter")
+
+    @functools.cache
+    def _builtins(package: Any) -> list[tuple[str, Any]]:
+        return [each for each in inspect.getmembers(package) if _interpreter.tl.core.is_builtin(each[1])]
+
+    def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        """Look for them once; in each call of a function in a kernel it took a fourth of the interpreter's time."""
+        for name, member in _builtins(package):
+            if getattr(package, name) is member:
+                _interpreter._patch_attr(package, name, member, builder, scope)
+
+    _interpreter._patch_builtin = _patch_builtin
 
 from outrider.engine.loading.loader import load_model  # noqa: E402
 from outrider.engine.loading.options import EngineOptions  # noqa: E402

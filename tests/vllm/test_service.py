@@ -8,9 +8,11 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from outrider.protocol.errors import StartupError
 from outrider.settings.verifier import VerifierSettings
@@ -121,12 +123,17 @@ async def test_sessions_of_a_mixed_fleet_move_between_engines_with_the_same_text
     await asyncio.to_thread(until, lambda: not on_vllm.alive, 60, "the end of a verifier that lost a process")
 
 
-async def test_arguments_that_vllm_refuses_are_told_in_words(model: Path, tmp_path: Path) -> None:
-    flags = ("--engine", "vllm", "--vllm-args", "--no-such-flag")
-    process = Cluster(tmp_path).add_verifier(model, *flags).start()
+async def test_weights_that_vllm_cannot_load_are_told_in_words(model: Path, tmp_path: Path) -> None:
+    """The process that refuses vLLM's arguments would tell it alike; that it refuses them: test_hub_ids.py."""
+    folder = copytree(model, tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    process = Cluster(tmp_path).add_verifier(folder, *VLLM, VLLM_ARGS).start()
     assert process.wait(120) == 1
-    assert "vLLM refuses its settings" in process.log()
-    assert "Traceback" not in process.log()
+    last = process.log().strip().splitlines()[-1]
+    assert "cannot load model" in last
+    assert "broken" in last
 
 
 @pytest.mark.parametrize(
