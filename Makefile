@@ -12,6 +12,9 @@ PINNED := --no-compile --constraint constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM_PACKAGES := $(VLLM_VENV)/.packages
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# What its processes import: without it both runners, which .ci/run starts at once, would compile it.
+VLLM_BYTECODE = import vllm.entrypoints.openai.api_server, vllm.v1.engine.core, \
+	vllm.v1.worker.cpu_worker, vllm.v1.worker.gpu.model_runner
 VLLM_REQUIREMENTS := deploy/vllm/requirements-cpu.txt
 SPECULATORS := $(VLLM_VENV)/.speculators
 VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -W default tests/vllm
@@ -114,6 +117,7 @@ $(VLLM_PACKAGES): $(VLLM_REQUIREMENTS)
 
 $(VLLM_STAMP): $(VLLM_PACKAGES)
 	@$(call INSTALL,$(VLLM_VENV)) --no-deps --no-build-isolation --editable .
+	@$(VLLM_VENV)/bin/python -c '$(VLLM_BYTECODE)'
 	@touch $@
 
 vllm: vllm-v1 vllm-v2  ## Tests of the verifier on vLLM, on both of its runners, in an environment of their own.
