@@ -1,4 +1,8 @@
-"""Shared fixtures: toy models, and one standard cluster for tests that do not break it."""
+"""Shared fixtures: toy models, and one standard cluster for tests that do not break it.
+
+Nothing here loads torch before it is used: `pytest -n` starts its workers once its own process, which runs no test, has
+loaded this module.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,9 @@ import pytest
 from hypothesis import settings
 
 from outrider.base.openmp import wait_briefly
+from tests.cluster import Cluster
 
 wait_briefly()  # as the services do it before they load torch
-
-import torch  # noqa: E402
-
-from outrider.testing.toy_models import make_model  # noqa: E402
-from tests.cluster import Cluster  # noqa: E402
 
 settings.register_profile("outrider", deadline=None)  # its default measures other programs' load, too
 settings.load_profile("outrider")
@@ -109,6 +109,8 @@ class Models:
 
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -126,6 +128,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def make_models(folder: Path) -> Models:
+    from outrider.testing.toy_models import make_model
+
     target = make_model(folder / "target", seed=7, sharpness=4.0, focus=0.1)
     return Models(
         target=target,
