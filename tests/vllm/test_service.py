@@ -52,8 +52,10 @@ def fleet(
     fleet.add_verifier(model, "--tensor-parallel", str(request.param), *VLLM, VLLM_ARGS)
     fleet.add_verifier(model, "--engine", "native", "--pace", "1:20,64:20")  # as slow as vLLM: no stream ends early
     fleet.add_drafter("model", draft)
-    fleet.start(START_S)
-    yield fleet
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # --threads does not reach the workers, which share two cores with others
+        fleet.start(START_S)
+        yield fleet
     fleet.stop()
 
 
