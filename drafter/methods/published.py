@@ -72,8 +72,7 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Publishe
     checkpoint = _open(settings.model)
     target = TargetSize.read(settings.target, progress)
     checkpoint.check_target(target)
-    options = EngineOptions.of(settings)
-    device = options.selected_device
+    device = EngineOptions.of(settings).selected_device
     matrices = read_embeddings_and_head(settings.target, progress) if checkpoint.lacks else None
     progress(f"reading the {checkpoint.format.title}")
     module = checkpoint.load(matrices, pick_dtype(settings.dtype, device)).to(device)

@@ -47,8 +47,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         method: str = handler_call_details.method
         keys = self._keys_by_service.get(method.strip("/").partition("/")[0], self._others)
-        shown = dict(handler_call_details.invocation_metadata or ())
-        holder = keys.tenant_of(shown.get(HEADER))
+        holder = keys.tenant_of(dict(handler_call_details.invocation_metadata or ()).get(HEADER))
         if holder is not None:
             set_tenant(holder)
             return await continuation(handler_call_details)
