@@ -108,10 +108,11 @@ class Session:
             self.stop()
 
     def stop(self, error: OutriderError | None = None) -> None:
-        """Stop without finishing; the record can be resumed. What has ended stays as it is."""
+        """Stop without finishing; the record can be resumed. What has finished stays as it is."""
         if self._task is not None:
             self._task.cancel()
-        self.error = self.error or (None if self.ended else error)
+        drawn = self.record.request.params.mode.needs_draft_probs  # then the end counts once it is stored
+        self.error = self.error or (None if self.ended or (self.record.finished and not drawn) else error)
         self._end()
 
     async def closed(self) -> None:

@@ -23,9 +23,9 @@ from coordinator.workers.choosers import NoVerifier
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
 from coordinator.workers.worker_connection import WorkerConnection
-from outrider.protocol.errors import Fenced, OutriderError, Overloaded, PeerLost
+from outrider.protocol.errors import Fenced, OutriderError, Overloaded, PeerLost, Unavailable
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
-from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import FinishReason, SourceTally, TokenKind, Verdict
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.toy_models import byte_tokenizer
@@ -303,6 +303,31 @@ async def test_an_answer_that_has_ended_is_not_taken_from_who_reads_it(stage: St
         session._entry.on_fenced(False) if fenced else await stage.manager.stop()
         assert session.error is None
         assert session.record.finished
+
+
+@pytest.mark.parametrize("mode", [Verification.COUPLED, Verification.REJECTION])
+async def test_a_session_that_is_stopped_at_any_await_fails_unless_it_has_finished(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, mode: Verification
+) -> None:
+    """It has its end while its streams are closed. Where tokens are drawn once, the end must be stored first."""
+
+    async def closes(self: ScriptedStream, *_: object) -> None:
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(ScriptedStream, "__aexit__", closes)
+    request, outcomes = replace(REQUEST, params=replace(REQUEST.params, temperature=1.0, verification=mode)), set()
+    for awaits in range(40):
+        stage.acts = iter((said(0), said(1, last=True)))
+        session = Session(SessionRecord(f"s{awaits}", request, model="f"), TARGET, stage.manager._context)
+        session.start()
+        for _ in range(awaits):
+            await asyncio.sleep(0)
+        ended = session.ended
+        session.stop(Unavailable("this coordinator is shutting down"))
+        await session.closed()
+        outcomes.add((ended, session.record.finished, session.error is None))
+    undecided = (False, True, mode is Verification.COUPLED)
+    assert outcomes == {(False, False, False), undecided, (True, True, True)}
 
 
 async def test_a_session_that_is_stopped_at_any_await_leaves_its_seat(
