@@ -214,7 +214,8 @@ async def test_a_retry_at_a_coordinator_that_reads_it_otherwise_is_the_same_requ
     limit = f"{house.loaded.engine.info.name}=output:9"
     settings = CoordinatorSettings(http_port=0, heartbeat_ms=100, worker_wait_s=5, model_limits=limit)
     service = CoordinatorService(settings, house.redis.url)
-    bodies = [{"prompt": PROMPT}, {"prompt": PROMPT, "n": 2, "temperature": 1}]
+    echo = {"prompt": PROMPT, "echo": True, "logprobs": 1}
+    bodies = [{"prompt": PROMPT}, {"prompt": PROMPT, "n": 2, "temperature": 1}, echo]
     async with in_process(service, settings) as address, client(address) as other, client(house.coordinator) as stub:
         assert await until(service.ready, 10)
         request = ask(PROMPT, ignore_eos=True, key=secrets.token_hex(4), temperature=0.0)
@@ -233,6 +234,22 @@ async def test_a_retry_at_a_coordinator_that_reads_it_otherwise_is_the_same_requ
                     assert changed.status_code == 409
             assert [answer.status_code for answer in answers] == [200, 200]
             assert answers[0].json()["choices"] == answers[1].json()["choices"]
+
+
+async def test_a_prompt_that_was_another_when_its_key_was_used_has_no_log_probabilities(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a template that tells the day. The verifier was blamed for it, with a status that clients retry."""
+    tokenizer = house.service.sessions.targets.named("").tokenizer
+    body = {"messages": [{"role": "user", "content": "So?"}], "max_tokens": 3, "seed": 1, "prompt_logprobs": 1}
+    headers, replies = {"Idempotency-Key": secrets.token_hex(4)}, []
+    async with httpx.AsyncClient(base_url=f"http://{house.service.http_address}", timeout=30) as web:
+        for day in ("Monday", "Monday", "Sunday"):
+            monkeypatch.setattr(tokenizer, "chat_template", f"{day}: {{{{ messages[0]['content'] }}}}")
+            replies.append(await web.post("/v1/chat/completions", json=body, headers=headers))
+    assert [reply.status_code for reply in replies] == [200, 200, 409]
+    assert replies[0].json()["prompt_logprobs"] == replies[1].json()["prompt_logprobs"]
+    assert replies[2].json()["error"]["param"] == "idempotency_key"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])

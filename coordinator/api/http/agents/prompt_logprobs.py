@@ -37,7 +37,8 @@ async def echoed_prompts(
         most = max((it for it in (most, body.logprobs) if it is not None), default=None)
     if most is None:
         return {number: [Token(0, TokenKind.PLAIN, text, None)] for number, text in enumerate(texts) if text}
-    scored = [replace(each, params=replace(each.params, logprobs=most)) for each in requests]
+    # Equal words may be another prompt later, as with a template that tells the day: it is compared, not what was sent.
+    scored = [replace(each, params=replace(each.params, logprobs=most), sent="") for each in requests]
     distinct = {(each.prompt, text): each for each, text in zip(scored, texts, strict=True)}
     runs = sum(len([*_runs(prompt, target.info.eos_token_ids)]) for prompt, _ in distinct)
     if runs > (limit := len(distinct) + _MORE_RUNS):
@@ -91,5 +92,5 @@ def _forced(tokens: Sequence[int], target: Target) -> SamplingParams:
     text = ONE_TEXT + "]> <[".join(map(str, tokens[: len(tokens) - ends])) + "]>"
     # Where nothing could follow a text, the output would end without its end token.
     grammar = Grammar(lark=text.replace("<[]>", "") + ' "x"?' * ends)
-    written = SamplingParams(temperature=0, seed=0, ignore_eos=not ends, grammar=grammar)
-    return replace(written, logit_bias={tokens[-1]: 100.0}) if ends else written
+    bias = {tokens[-1]: 100.0} if ends else {}
+    return SamplingParams(temperature=0, seed=0, ignore_eos=not ends, grammar=grammar, logit_bias=bias)
