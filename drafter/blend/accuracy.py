@@ -10,6 +10,7 @@ from drafter.interface import DraftRequest
 from outrider.protocol.speculation import MAX_GAMMA, Guess
 
 _DECAY = 0.95  # per outcome: about the last twenty count
+_RECOVERY = 0.01  # per committed token: a model that was poor in an old part of a text is tried again
 _PRIOR_WEIGHT = 4.0  # the prior weighs as much as this many outcomes
 _EXPECTED_BOUNDS = (1.0, 2.0, 4.0, 8.0)  # proposals are rated separately by their expected length
 _MAX_PENDING = 2 * MAX_GAMMA
@@ -25,6 +26,12 @@ class Rate:
     def add(self, value: float, weight: float = 1.0) -> None:
         self.total = self.total * _DECAY + value
         self.weight = self.weight * _DECAY + weight
+
+    def recover(self, prior: float, tokens: float) -> None:
+        """Let the outcomes weigh less after more tokens if they are below the prior: a lower rate may never be used."""
+        if self.total < prior * self.weight:
+            kept = (1.0 - _RECOVERY) ** tokens
+            self.total, self.weight = self.total * kept, self.weight * kept
 
     def value(self, prior: float) -> float:
         return (self.total + prior * _PRIOR_WEIGHT) / (self.weight + _PRIOR_WEIGHT)
@@ -49,8 +56,7 @@ class Record:
 class AccuracyTracker:
     """Guesses of one session's drafters at positions that are not committed yet.
 
-    A guess counts if the token before it was committed as guessed. Comparing
-    its whole path would cost more than the few errors of this rule.
+    A guess counts if the token before it was committed as guessed: comparing whole paths would cost more than it mends.
     """
 
     def __init__(self, committed: int) -> None:

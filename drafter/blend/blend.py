@@ -57,9 +57,7 @@ class _PendingHiddenStates:
             self._positions -= self._parts.popleft().count
 
     def take(self) -> tuple[HiddenStates, ...]:
-        taken = tuple(self._parts)
-        self._parts.clear()
-        self._positions = 0
+        taken, self._parts, self._positions = tuple(self._parts), deque(), 0
         return taken
 
 
@@ -169,9 +167,12 @@ class BlendDrafter:
             session = _SessionState(request, list(self._members), self._state_members, self._clock())
             self._sessions[request.session] = session
         session.request = request
-        if session.accuracy.update(request, (session.records, self._records)):
+        if new := session.accuracy.update(request, (session.records, self._records)):
             session.committed(self._clock())
             self._rest_s = session.rest_s.value
+            for model in self._models:
+                session.records[model].hits.recover(_HIT_RATE_PRIOR, new)
+                self._records[model].hits.recover(_HIT_RATE_PRIOR, new / len(self._sessions))
         for pending in session.pending_states.values():
             pending.add(request.hidden_states)
         session.proposer, session.proposal = self._best_proposal(session)
@@ -251,10 +252,9 @@ class BlendDrafter:
         started = self._clock()
         drafts = self._members[model].draft(requests)
         spent = self._clock() - started
-        levels = 0
         for request, draft in zip(requests, drafts, strict=True):
             self._sessions[request.session].accuracy.record_tokens(model, request, draft)
-            levels = max(levels, len(set(draft.shape.depths[len(request.open_guess.tokens) :])))
+        levels = max(map(DraftRequest.new_levels, requests, drafts))
         reads = any(not self._sessions[request.session].records[model].hits.weight for request in requests)
         known = self._seconds[model]
         if levels and (known.weight or not reads):

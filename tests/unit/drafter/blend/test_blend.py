@@ -198,6 +198,20 @@ def test_promises_that_are_not_kept_are_believed_less() -> None:
     assert model.requests
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("right_from", "rounds", "late"), [(600, (0, 600), (600, 800)), (5000, (770, 790), (0, 40))])
+def test_a_model_that_was_wrong_in_an_old_part_of_a_text_is_tried_again(
+    right_from: int, rounds: tuple[int, int], late: tuple[int, int], seed: int
+) -> None:
+    """A poor copy was always at hand, so the model never drafted again. One that stays wrong is hardly ever asked."""
+    draw = random.Random(seed)
+    truth = [token for _ in range(700) for token in (1, 2, draw.randrange(10, VOCAB))]
+    drafter, model, clock = blend(truth, cost_s=0.002, wrong=lambda position: position < right_from)
+    ended = run(drafter, truth, clock, 2080, gamma=6)
+    assert rounds[0] < ended.rounds < rounds[1]
+    assert late[0] < sum(request.committed > 1000 for request in model.requests) < late[1]
+
+
 def test_a_chain_may_mix_members() -> None:
     """What is copied is too short but sure: the model goes on behind it."""
     drafter, model, _ = blend([])
