@@ -43,13 +43,10 @@ def token_choices(
     adjusted, ids = adjust_logits(request, logits, ids, request.tokens[: request.committed], paths)
     adjusted, live = _mask_by_grammar(request, adjusted, paths)
     positions = [request.committed + len(paths[row]) for row in live]
-    choices: list[list[Choice]] = [[] for _ in paths]
-    if live:
-        live_logits = adjusted if len(live) == len(paths) else adjusted[live]
-        chosen = shared_choices(live_logits, request.params, positions, request.branches, ids)
-        for row, row_choices in zip(live, chosen, strict=True):
-            choices[row] = row_choices
-    return choices
+    live_logits = adjusted if len(live) == len(paths) else adjusted[live]
+    chosen = shared_choices(live_logits, request.params, positions, request.branches, ids) if live else []
+    choices = dict(zip(live, chosen, strict=True))
+    return [choices.get(row, []) for row in range(len(paths))]
 
 
 def add_choices(request: DraftRequest, tree: TreeBuilder, nodes: Sequence[int], logits: torch.Tensor, ids: Ids) -> None:

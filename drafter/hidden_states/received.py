@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -58,10 +59,11 @@ class ReceivedStates:
         return True
 
 
-def evicted(sessions: Mapping[str, ReceivedStates], batch: Collection[str]) -> str:
-    """Return the session whose cache makes room for a batch, given the least recently drafted first.
+def evicted(sessions: Mapping[str, ReceivedStates], batch: MutableMapping[str, Any]) -> str:
+    """Return the session whose cache makes room, given the least recently drafted first; it leaves the batch.
 
     It is one that the batch does without, if there is one, else the one with the most rows: not the same each time.
     """
-    idle = next((session for session in sessions if session not in batch), None)
-    return idle or max(batch, key=lambda session: sessions[session].num_cached)
+    lost = next((it for it in sessions if it not in batch), None) or max(batch, key=lambda it: sessions[it].num_cached)
+    batch.pop(lost, None)
+    return lost

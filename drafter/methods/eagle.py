@@ -95,9 +95,7 @@ class EagleDrafter:
             try:
                 computed = self._engine.extend(list(batch.values()))
             except Overloaded:
-                session = evicted(self._sessions, batch)
-                batch.pop(session, None)
-                self.forget(session)
+                self.forget(evicted(self._sessions, batch))
                 continue
             outputs = zip(computed.hidden_states, computed.logits, strict=True)
             return {

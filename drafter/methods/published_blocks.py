@@ -70,9 +70,7 @@ class BlockDrafter:
             try:
                 caches = self._caches.of(list(batch), sum(len(part) + self._module.places for part in states))
             except Overloaded:
-                session = evicted(self._sessions, batch)
-                batch.pop(session, None)
-                self.forget(session)
+                self.forget(evicted(self._sessions, batch))
                 continue
             self._guess(batch.values(), states, caches)
             return
