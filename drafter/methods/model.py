@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import structlog
 import torch
 
 from drafter.draft_sampling import next_token, token_choices
@@ -25,6 +26,8 @@ from outrider.protocol.speculation import ROOT, Guess, path_to
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts import card as cards
+
+log = structlog.get_logger(__name__)
 
 _PREFILL_TOKENS = 512
 
@@ -82,7 +85,10 @@ class ModelDrafter:
                 # First the least recently drafted session that is not in this batch, then one that is.
                 in_batch = {request.session for request in runnable}
                 evicted = next((session for session in self._cached if session not in in_batch), None)
-                self.forget(evicted or runnable.pop().session)
+                if evicted is None:
+                    evicted = runnable.pop().session
+                    log.warning("KV cache full, not drafting for a session; see --kv-tokens", drafting=len(runnable))
+                self.forget(evicted)
                 continue
             for request, tokens, logits in zip(runnable, batch, computed.logits, strict=True):
                 results[request.session] = self._result(request, tokens, logits)
@@ -124,12 +130,9 @@ class ModelDrafter:
         """Append the open guesses whose choices are unknown, with the paths that lead to them."""
         known = self._known.setdefault(request.session, _KnownChoices(request.committed, request.branches))
         known.advance(request)
-        needed: set[int] = set()
         tokens, parents = self._known_ids(request, request.open_guess.tokens), request.open_guess.shape.parents
-        for node, path in enumerate(request.open_guess.paths[1:]):
-            if path not in known.choices:
-                needed.update(path_to(node, parents))
-        nodes = self._computed_nodes[request.session] = sorted(needed)
+        needed = (path_to(at, parents) for at, it in enumerate(request.open_guess.paths[1:]) if it not in known.choices)
+        nodes = self._computed_nodes[request.session] = sorted(set[int]().union(*needed))
         last = len(new) - 1
         index = {node: last + 1 + i for i, node in enumerate(nodes)}
         return SessionTokens(

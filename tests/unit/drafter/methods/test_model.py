@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from drafter.calibration import Calibration
@@ -253,6 +254,23 @@ def test_a_text_larger_than_the_cache_drives_out_no_other(models: Models, branch
         assert drafter.draft([large]) == [large.chain(done=True)]
         assert loaded.engine.length(large.session) == 0
         assert loaded.engine.length(session.key) == held
+
+
+def test_a_full_cache_keeps_the_sessions_that_it_holds_and_is_told(models: Models) -> None:
+    """To drive out each other's would compute whole texts again and again, in the steps of all."""
+    loaded = load_model(str(models.draft), EngineOptions(device="cpu", kv_tokens=256))
+    drafter, sessions = drafter_of(loaded), [session_of([number, *PROMPT] * 3, 2, 1) for number in range(3)]
+    for step in range(16):
+        if step == 8:
+            drafter.forget(sessions.pop(0).key)
+        requests = [request for session in sessions if (request := session.next_request()) is not None]
+        with capture_logs() as logs:
+            guesses = drafter.draft(requests)
+        drafted = [bool(request.new_tokens(guess)) for request, guess in zip(requests, guesses, strict=True)]
+        assert (len(logs), drafted) == ((1, [True, True, False]) if step < 8 else (0, [True, True]))
+        for session, guess in zip(sessions, guesses, strict=True):
+            session.add_guess(guess, 1)
+            session.commit(len(session.committed), (1,))
 
 
 def test_a_place_that_is_full_ends_the_draft(loaded: LoadedModel) -> None:
