@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import LlamaForCausalLM
 
 from coordinator.api.service import CoordinatorService
@@ -23,7 +24,7 @@ from outrider.engine.interface import SessionTokens, StepResult
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.messages import HiddenStates
-from outrider.protocol.speculation import Guess
+from outrider.protocol.speculation import Guess, TokenKind
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.settings.drafter import DrafterSettings
@@ -40,6 +41,7 @@ from tests.contract.conftest import (
     Home,
     after_joining,
     drafter_serving,
+    slowed,
     soon,
     verifier_serving,
 )
@@ -109,6 +111,64 @@ async def test_modes_with_probabilities(home: Home, models: Models, mode: int) -
     assert output.stats.accepted_tokens > 0
     assert output.stats.drafter_losses == 0
     assert set(shares(output)) == {"ngram", "model"}
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
+async def test_a_drafter_that_opens_late_has_what_was_committed_meanwhile(
+    home: Home, models: Models, loaded: LoadedModel, greedy: Greedy, monkeypatch: pytest.MonkeyPatch, *, beside: bool
+) -> None:
+    """Between its attachment and its opening it gets neither work nor blame, and afterwards its guesses hold."""
+    late, open_session = asyncio.Event(), DrafterService._grammar_cursor
+
+    async def open_late(service: DrafterService, opening: Any) -> Any:
+        if service._settings.kind == "model":
+            await late.wait()
+        return await open_session(service, opening)
+
+    def release(output: Output) -> None:
+        if len(output.token_ids) >= HOME_LENGTH // 2:
+            late.set()
+
+    monkeypatch.setattr(DrafterService, "_grammar_cursor", open_late)
+    length = 4 * HOME_LENGTH
+    request = ask(HOME_PROMPT, temperature=0.0, max_tokens=length, ignore_eos=True, gamma=4)
+    async with AsyncExitStack() as stack:
+        if beside:
+            await stack.enter_async_context(drafter_serving(kind="ngram", coordinators=home.coordinator))
+        await stack.enter_async_context(modelled(home, models))
+        await home.knows(1 + beside)
+        stub = await stack.enter_async_context(client(home.coordinator))
+        stack.enter_context(slowed(loaded, 0.01))
+        output = await follow(stub.Generate(request, timeout=50), Output(), release)
+    await home.knows(0)
+    assert output.token_ids == greedy(loaded.tokenizer.encode(HOME_PROMPT), length)
+    assert output.stats.drafter_losses == 0
+    assert shares(output)["model"].accepted > HOME_LENGTH
+    if not beside:
+        assert TokenKind.ACCEPTED not in output.kinds[: HOME_LENGTH // 2], "it had not opened"
+
+
+async def test_a_drafter_that_lost_its_sessions_guesses_for_the_same_stream_again(
+    home: Home, models: Models, loaded: LoadedModel, greedy: Greedy
+) -> None:
+    """As one that was restarted. The loss is told in the log and in the statistics, and costs guesses for a moment."""
+    length, cut_at = 4 * HOME_LENGTH, list[int]()
+    request = ask(HOME_PROMPT, temperature=0.0, max_tokens=length, ignore_eos=True, gamma=4)
+    async with modelled(home, models) as link, client(home.coordinator) as stub:
+        await home.knows(1)
+
+        def cut(output: Output) -> None:
+            if not cut_at and TokenKind.ACCEPTED in output.kinds:
+                link.cut()
+                cut_at.append(len(output.kinds))
+
+        with slowed(loaded, 0.02), capture_logs() as logs:
+            output = await follow(stub.Generate(request, timeout=50), Output(), cut)
+    await home.knows(0)
+    assert output.token_ids == greedy(loaded.tokenizer.encode(HOME_PROMPT), length)
+    assert output.stats.drafter_losses == 1
+    assert [entry["event"] for entry in logs].count("drafter lost") == 1
+    assert TokenKind.ACCEPTED in output.kinds[cut_at[0] + HOME_LENGTH // 4 :]
 
 
 async def test_losing_one_of_two_changes_nothing_in_the_text(home: Home, models: Models, loaded: LoadedModel) -> None:
