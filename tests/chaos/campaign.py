@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx2 as httpx
 
+from outrider.client.aio import AsyncClient
 from tests.chaos.cases import Case, load
 from tests.chaos.clients import Customer, GrpcCustomer
 from tests.chaos.faults import MEAN_PAUSE_S, Faults
@@ -22,7 +23,7 @@ from tests.chaos.fleet import Fleet, Reading
 from tests.chaos.http_clients import HttpCustomer
 from tests.chaos.ledger import Ledger
 from tests.chaos.report import MAX_GAP_AFTER_KILL_S, Leak, Outcome, compare
-from tests.cluster import ROOT, environment
+from tests.cluster import ROOT, environment, until_async
 
 CLIENTS = 32
 WARM_S = 10.0
@@ -126,12 +127,24 @@ class _Campaign:
         self._say("warming up")
         until = time.monotonic() + self._options.warm_s
         await asyncio.gather(*(each.run(lambda: time.monotonic() >= until) for each in self._customers()))
+        await self._draft_in_a_grammar()
         held = await self._drained()
         if held:
             self._ledger.wrong("error", 1, f"before any fault: {held}")
         await asyncio.sleep(min(QUIET_S, self._options.warm_s))
         self._connections = await self._fleet.redis_clients()
         return {member.name: member.reading() for member in self._fleet.members}
+
+    async def _draft_in_a_grammar(self) -> None:
+        """Let the drafter without a model join a session with a grammar: for the first one it loads 80 MB."""
+        case, fleet = next(case for case in self._cases if case.name == "schema"), self._fleet
+        async with AsyncClient(list(fleet.endpoints), api_key=fleet.keys.api) as client:
+
+            async def joined() -> bool:
+                answer = await client.complete(case.prompt, params=case.sampling(), drafter="suffix", gamma=3)
+                return bool(answer.finished.stats.drafters)
+
+            await until_async(joined, DRAINS_S, "suffix drafter in a session with a grammar")
 
     async def _progress(self, began: float) -> None:
         while True:
