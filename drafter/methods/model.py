@@ -87,7 +87,7 @@ class ModelDrafter:
                 evicted = next((session for session in self._cached if session not in in_batch), None)
                 if evicted is None:
                     evicted = runnable.pop().session
-                    log.warning("KV cache full, not drafting for a session; see --kv-tokens", drafting=len(runnable))
+                    log.warning("session not drafted for: KV cache full", others=len(runnable), see="--kv-tokens")
                 self.forget(evicted)
                 continue
             for request, tokens, logits in zip(runnable, batch, computed.logits, strict=True):
