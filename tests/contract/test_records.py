@@ -14,7 +14,9 @@ from coordinator.api.service import CoordinatorService
 from coordinator.persistence import write_behind
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.persistence.store import Store
+from coordinator.sessions.streams import VerifierStream
 from outrider.base.aio import until
+from outrider.protocol.errors import Unavailable
 from outrider.protocol.speculation import FinishReason
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import common_pb2 as common
@@ -191,6 +193,23 @@ async def test_a_session_under_rejection_has_noise_of_its_own_and_keeps_its_toke
         resume = pb.ResumeRequest(session_id=one.session_id, from_position=10, tail=one.token_ids[:10])
         await follow(stub.Resume(resume, timeout=10), Output(token_ids=one.token_ids[:10]))
     assert house.service.sessions.ended.recent[one.session_id].tokens[:10] == one.token_ids[:10]
+
+
+async def test_an_answer_that_is_stopped_after_its_last_token_is_complete(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by its coordinator's shutdown, while the streams to its workers are closed."""
+    close = VerifierStream.__aexit__
+
+    async def stop_first(stream: VerifierStream, *given: Any) -> None:
+        for session in house.service.sessions.live:
+            session.stop(Unavailable("this coordinator is shutting down"))
+        await close(stream, *given)
+
+    monkeypatch.setattr(VerifierStream, "__aexit__", stop_first)
+    async with client(house.coordinator) as stub:
+        output = await generate(stub, ask(PROMPT, max_tokens=4, ignore_eos=True, temperature=0.0))
+    assert (len(output.token_ids), output.finish) == (4, FinishReason.LENGTH)
 
 
 async def test_another_seed_makes_another_request(house: House) -> None:
