@@ -22,7 +22,7 @@ SURROUNDINGS = environment() | {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb
 
 def test_fleets_of_two_sizes_are_started_and_compared(models: Models, tmp_path: Path) -> None:
     written, drawn = tmp_path / "fleet.json", tmp_path / "fleet.png"
-    flags = "--verify-pace 1:20,512:24 --verifiers 1,2 --drafters 0 --sessions 2,6 --seconds 2.5 --tokens 12"
+    flags = "--verify-pace 1:60,512:64 --verifiers 1,2 --drafters 0 --sessions 2,6 --seconds 2.5 --tokens 12"
     flags += " --system-prompts 1 --set coordinator.max-sessions=5 --set verifier-2.threads=1"
     files = ("--target", str(models.target), "--json", str(written), "--plot", str(drawn))
     command = [*COMMAND, *flags.split(), *files]
@@ -34,8 +34,8 @@ def test_fleets_of_two_sizes_are_started_and_compared(models: Models, tmp_path: 
     for (verifiers, sessions), row in rows.items():
         assert row["tokens_per_s"] > 0
         assert row["answers"] > 0
-        assert row["session_tokens_per_s"] <= 51, "a step takes 20 ms"
-        assert row["between_tokens_p50_ms"] >= 19
+        assert row["session_tokens_per_s"] <= 17, "a step takes 60 ms, most of it without the processors"
+        assert row["between_tokens_p50_ms"] >= 59
         assert 1 <= row["imbalance"] <= verifiers
         assert row["cached_share"] > 0.3, "the system prompt was sent before"
         assert row["scaling"] == pytest.approx(row["tokens_per_s"] / rows[1, sessions]["tokens_per_s"])
