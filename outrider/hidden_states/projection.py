@@ -38,8 +38,7 @@ class PackedProjection:
         """Pack weights under the names above; `layers` are the states that they read."""
         tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
         self.data = save(tensors | {_EPS: torch.tensor([eps], dtype=torch.float32)})
-        digest = hashlib.sha256(self.data).hexdigest()
-        self.spec = StateSpec(tuple(layers), digest, len(weights[_FC]))
+        self.spec = StateSpec(tuple(layers), hashlib.sha256(self.data).hexdigest(), len(weights[_FC]))
 
 
 class Projection:
