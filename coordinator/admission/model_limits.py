@@ -31,11 +31,10 @@ class ModelLimits:
     def admit(self, model: str, of_model: Iterable[tuple[str, bool]], tenant: str) -> None:
         """Raise Overloaded for a session too many; `of_model` tells whose each is, and whether it waits."""
         sessions = [*of_model] if self.sessions or self.waiting or self.key_sessions else []
-        waiting = sum(waits for _, waits in sessions)
         own = sum(holder == tenant for holder, _ in sessions)
         for name, held, message in (
             ("sessions", len(sessions), "{} sessions of model {} are running"),
-            ("waiting", waiting, "{} requests for model {} are waiting"),
+            ("waiting", sum(waits for _, waits in sessions), "{} requests for model {} are waiting"),
             ("key_sessions", own, "{} sessions of this key are running on model {}"),
         ):
             limit = getattr(self, name)
