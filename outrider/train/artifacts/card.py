@@ -75,8 +75,7 @@ def locate(name: str, method: str) -> Path:
     """Return the folder of a trained drafter; `default` and the empty name select the bundled one."""
     if name not in ("", "default"):
         return Path(os.path.expanduser(name))
-    bundled = Path(str(files("outrider.bundled")))
-    folders = (path.parent for path in sorted(bundled.glob(f"*/{CARD}")))
+    folders = (path.parent for path in sorted(Path(str(files("outrider.bundled"))).glob(f"*/{CARD}")))
     folder = next((each for each in folders if read_card(each).method == method), None)
     if folder is None:
         message = f"kind {method} needs --model: no drafter of that kind comes with Outrider"
