@@ -1,4 +1,4 @@
-"""Files and folders that a killed process leaves neither half written nor behind."""
+"""Files that settings name, and files and folders that a killed process leaves neither half written nor behind."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from outrider.protocol.errors import StartupError
+
+
+def read_named(field: str, path: str) -> bytes:
+    """Return the content of the file that a setting names; raise StartupError if it cannot be read."""
+    try:
+        return Path(path).expanduser().read_bytes()
+    except (OSError, RuntimeError) as error:  # of ~ without a home
+        message = f"{field}: cannot read {path}: {getattr(error, 'strerror', error)}"
+        raise StartupError(message, field=field, value=path) from error
 
 
 @contextlib.contextmanager

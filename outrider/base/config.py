@@ -18,6 +18,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
+from outrider.base.atomic_files import read_named
 from outrider.base.endpoint import is_loopback
 from outrider.protocol.errors import OutriderError, StartupError
 
@@ -75,11 +76,7 @@ def resolved_redis_url(text: str) -> str:
     """Return the URL, read from the file of `@FILE`. Raise StartupError, without a URL: it may contain a password."""
     if not text.startswith("@"):
         return text
-    try:
-        url = Path(os.path.expanduser(text[1:])).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"redis_url: cannot read {text[1:]}: {error}", field="redis_url", value=text) from error
-    if not url:
+    if not (url := read_named("redis_url", text[1:]).decode(errors="replace").strip()):
         raise StartupError(f"redis_url: {text[1:]} is empty", field="redis_url", value=text, limit="a URL")
     return url
 
@@ -167,21 +164,18 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
     """Return a function that typer turns into a command line for `settings`."""
 
     def entry(**values: Any) -> None:
+        _refuse_unknown_variables(settings)
         try:
-            _refuse_unknown_variables(settings)
             made = settings(**values)
         except ValidationError as error:
             first = error.errors()[0]
-            flag = _flag(str(first["loc"][0]))
-            raise typer.BadParameter(f"{flag} is {first['input']!r}: {first['msg']}") from error
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+            raise typer.BadParameter(f"{_flag(str(first['loc'][0]))} is {first['input']!r}: {first['msg']}") from error
         try:
             require_keys_or_insecure(made)
             run(made)
         except (OutriderError, OSError) as error:  # such as a folder that cannot be written
-            if getattr(error, "filename", "") is None:
-                raise  # of a connection: the trace tells more
+            if isinstance(error, ConnectionError | TimeoutError):
+                raise  # the trace tells more
             typer.echo(f"{program}: {error}", err=True)
             sys.exit(1)
 
@@ -256,8 +250,8 @@ def _flag(name: str) -> str:
 
 
 def _refuse_unknown_variables(settings: type[Settings]) -> None:
-    """Raise ValueError for an unknown variable, so that a misspelt one is not silently ignored."""
+    """Raise BadParameter for an unknown variable, so that a misspelt one is not silently ignored."""
     known = VARIABLES | {PREFIX + name.upper() for name in settings.model_fields}
     unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
     if unknown:
-        raise ValueError(f"unknown environment variable {unknown[0]}; --help lists the known ones")
+        raise typer.BadParameter(f"unknown environment variable {unknown[0]}; --help lists the known ones")

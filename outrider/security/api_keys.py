@@ -10,8 +10,8 @@ import hmac
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from outrider.base.atomic_files import read_named
 from outrider.protocol.errors import StartupError
 from outrider.security.tenants import NO_TENANT, Tenant, TenantLimits
 
@@ -134,10 +134,9 @@ def _digest(key: str) -> bytes:
 
 def _lines(path: str, field: str) -> list[str]:
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # of ~ without a home
-        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", error)
-        raise StartupError(f"{field}: cannot read {path}: {reason}", field=field, value=path) from error
+        lines = read_named(field, path).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise StartupError(f"{field}: cannot read {path}: not UTF-8 text", field=field, value=path) from error
     return [key for line in lines if (key := line.strip()) and not key.startswith("#")]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import grpc
 
+from outrider.base.atomic_files import read_named
 from outrider.protocol.errors import StartupError
 
 if TYPE_CHECKING:
@@ -47,9 +48,9 @@ class Tls:
             there, missing = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
             raise StartupError(f"{there} is given without {missing}: both or neither", field=missing, limit="a file")
         given = cls(
-            cert=_read("tls_cert", cert) if cert else b"",
-            key=_read("tls_key", key) if key else b"",
-            ca=_read("tls_ca", ca) if ca not in ("", SYSTEM) else b"",
+            cert=read_named("tls_cert", cert) if cert else b"",
+            key=read_named("tls_key", key) if key else b"",
+            ca=read_named("tls_ca", ca) if ca not in ("", SYSTEM) else b"",
             name=name,
         )
         context = _context(cert, key) if cert else None
@@ -127,14 +128,6 @@ def _handshake(end: ssl.SSLObject) -> bool:
     except ssl.SSLWantReadError:
         return False
     return True
-
-
-def _read(field: str, path: str) -> bytes:
-    try:
-        return Path(path).expanduser().read_bytes()
-    except (OSError, RuntimeError) as error:  # of ~ without a home
-        message = f"{field}: cannot read {path}: {getattr(error, 'strerror', error)}"
-        raise StartupError(message, field=field, value=path, limit="a PEM file") from error
 
 
 def _context(cert: str, key: str) -> ssl.SSLContext:

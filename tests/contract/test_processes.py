@@ -91,6 +91,14 @@ def test_missing_model(tmp_path: Path) -> None:
     assert_told(run("verifier", "--target", missing), 1, f"there is no model at {missing}")
 
 
+@pytest.mark.parametrize("command", [("coordinator", "--http-port", "-1"), ("verifier", "--engine", "mock")])
+def test_no_room_for_temporary_files_is_told_in_a_sentence(command: Sequence[str]) -> None:
+    """As in a container whose file system is read-only."""
+    line = ["sh", "-c", 'ulimit -f 0 && exec "$@"', "sh", sys.executable, "-m", *command]  # no file can have a byte
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert_told(done, 1, f"{command[0]}: ", "No usable temporary directory")
+
+
 def test_a_drafters_model_says_what_kind_it_is(tmp_path: Path) -> None:
     missing = str(tmp_path / "nothing")
     assert_told(run("drafter", "--target", "somebody/else", "--model", missing), 1, f"there is no model at {missing}")

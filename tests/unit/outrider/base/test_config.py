@@ -162,6 +162,7 @@ def test_help_shows_descriptions_defaults_and_variables() -> None:
     [
         (StartupError("port 1 is taken"), "port 1 is taken"),
         (OSError(errno.EROFS, "Read-only file system", "/models"), "Read-only file system: '/models'"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), "temporary directory"),
     ],
 )
 def test_an_error_of_the_start_ends_the_command_with_a_sentence(error: Exception, said: str) -> None:
@@ -176,15 +177,16 @@ def test_an_error_of_the_start_ends_the_command_with_a_sentence(error: Exception
     assert said in result.output
 
 
-def test_an_error_that_names_no_file_keeps_its_trace() -> None:
+@pytest.mark.parametrize("kind", [TimeoutError, ConnectionResetError, BrokenPipeError])
+def test_an_error_of_a_connection_keeps_its_trace(kind: type[OSError]) -> None:
     """A connection that times out hours later is a defect to find: its text alone is empty."""
 
     def fail(_: Settings) -> None:
-        raise TimeoutError
+        raise kind
 
     app = typer.Typer()
     app.command()(config.command(Example, fail, "example"))
-    assert isinstance(CliRunner().invoke(app, []).exception, TimeoutError)
+    assert isinstance(CliRunner().invoke(app, []).exception, kind)
 
 
 def test_settings_are_frozen_and_know_their_fields() -> None:
