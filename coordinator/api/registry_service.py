@@ -131,4 +131,7 @@ def _worker(request: pb.RegisterRequest) -> WorkerInfo:
     for field, limit in (("kind", "target, or the kind of a drafter"), ("capacity", "at least 1 session")):
         if not (value := getattr(worker, field)):
             raise InvalidRequest.of(f"worker.{field}", "empty" if value == "" else value, limit)
+    for field, text in (("worker_id", worker.worker_id), ("kind", worker.kind), ("model.name", worker.model.name)):
+        if not text.isprintable():  # terminals of users and operators show them
+            raise InvalidRequest.of(f"worker.{field}", repr(text), "printable")
     return worker

@@ -60,7 +60,7 @@ def doctor(
     table = Table("", "", Column("", overflow="fold"), Column("what to do", overflow="fold"), box=None)
     marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad[/red]"}
     for finding in findings:
-        table.add_row(marks[finding.state], finding.name, escape(finding.text), escape(finding.advice))
+        table.add_row(marks[finding.state], escape(finding.name), escape(finding.text), escape(finding.advice))
     Console().print(table)
     if any(finding.state == "bad" for finding in findings):
         sys.exit(1)

@@ -58,7 +58,7 @@ def summary(stats: GenerationStats, finished: Finished) -> str:
     if not stats.drafts:
         return f"{line} · plain"
     return (
-        f"{line} · {stats.drafter}: {stats.acceptance_length:.2f} tokens per guessed step, "
+        f"{line} · {printable(stats.drafter)}: {stats.acceptance_length:.2f} tokens per guessed step, "
         f"{100 * stats.acceptance_rate:.0f} % accepted, mean γ {stats.mean_gamma:.1f}"
     )
 

@@ -129,7 +129,7 @@ def _read_line() -> str | None:
 
 def _stream(client: Client, request: dict[str, Any], *, colour: bool, explain: bool = False, once: bool = False) -> str:
     """Print an output as it arrives; return its text."""
-    out, notes = Console(highlight=False), Console(stderr=True, highlight=False)
+    out, notes = Console(highlight=False), Console(stderr=True, highlight=False, markup=False)
     if colour:
         notes.print(LEGEND)
     parts: list[str] = []

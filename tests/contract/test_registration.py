@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import drafter_pb2_grpc as drafter_rpc
-from tests.cluster import failure, free_port, in_process
+from tests.cluster import environment, failure, free_port, in_process
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -121,6 +123,37 @@ async def test_an_address_that_no_other_coordinator_would_read_is_refused(desk: 
     error = await refusal(desk, saying("d", address=given))
     assert (type(error), error.value) == (InvalidRequest, given)
     assert "host:port" in error.message
+
+
+@pytest.mark.parametrize("field", ["worker_id", "kind", "model.name"])
+@pytest.mark.parametrize("said", ["a\x1b]0;owned\x07", "a\n2026-11-30 [error] all is lost", "a\u202eb"])
+async def test_what_commands_a_terminal_names_no_worker(desk: Desk, field: str, said: str) -> None:
+    """`outrider doctor` shows operators what workers say of themselves, and an answer names its drafter to users."""
+    first = saying("w")
+    owner, _, name = field.rpartition(".")
+    setattr(getattr(first.worker, owner) if owner else first.worker, name, said)
+    error = await refusal(desk, first)
+    assert (type(error), error.field, error.limit) == (InvalidRequest, f"worker.{field}", "printable")
+    assert error.message.isprintable()
+
+
+async def test_doctor_shows_the_kind_of_a_worker_as_it_is(desk: Desk) -> None:
+    """Rich would take it for its own marks, such as a link."""
+    async with registering(desk, saying("d", kind="[link=http://evil]x[/link]")) as call:
+        assert (await call.read()).accepted
+        command = [sys.executable, "-c", "from outrider.cli import main; main()", "doctor"]
+        doctor = await asyncio.create_subprocess_exec(
+            *command, "--endpoint", desk.address, "--api-key", API_KEY, stdout=subprocess.PIPE, env=environment()
+        )
+        assert doctor.stdout is not None
+        async with asyncio.timeout(50):
+            while line := await doctor.stdout.readline():
+                await call.write(saying("d", kind="[link=http://evil]x[/link]"))
+                if b"m at 127.0.0.1:1" in line or b"[link" in line:
+                    break
+            doctor.kill()
+            await doctor.wait()
+    assert b"[link" in line
 
 
 async def test_a_key_registers_workers_of_its_role_only(desk: Desk) -> None:

@@ -8,9 +8,10 @@ import re
 import pytest
 from rich.console import Console
 
-from outrider.cli.show import LEGEND, show_text, show_tokens
-from outrider.client.sync import Tokens
-from outrider.protocol.speculation import TokenKind
+from outrider.cli.show import LEGEND, show_text, show_tokens, summary
+from outrider.client.sync import Finished, Tokens
+from outrider.protocol.speculation import FinishReason, TokenKind
+from outrider.protocol.statistics import GenerationStats
 
 EVIL = "a\x1b]0;owned\x07\x1b[2Jb\x9b31m\rc\u202e"
 
@@ -25,6 +26,13 @@ def test_escapes(colour: bool, terminal: bool) -> None:
         assert out.getvalue() == "a\\x1b]0;owned\\x07\\x1b[2Jb\\x9b31m\\x0dc\\u202e"
     else:
         assert out.getvalue() == EVIL
+
+
+def test_a_drafters_name_commands_no_terminal() -> None:
+    """A drafter chooses it."""
+    finished = Finished(FinishReason.LENGTH, "", "", 1, 2, GenerationStats(drafts=1, drafter=EVIL))
+    assert "a\\x1b]0;owned\\x07" in summary(finished.stats, finished)
+    assert summary(finished.stats, finished).isprintable()
 
 
 @pytest.mark.parametrize("colour", [False, True])
