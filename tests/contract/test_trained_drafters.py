@@ -449,6 +449,14 @@ def test_a_distilled_drafter_learns_every_id_that_it_is_served_with(made: dict[s
     assert len(ids) == config["vocab_size"]
 
 
+@pytest.mark.parametrize("method", OWN)
+def test_services_of_other_users_may_read_a_drafter(made: dict[str, Made], method: str) -> None:
+    """Transformers and safetensors let their own user alone read the weights."""
+    modes = {file.name: file.stat().st_mode & 0o044 for file in made[method].folder.glob("*.safetensors")}
+    assert modes
+    assert set(modes.values()) == {0o044}, modes
+
+
 def test_a_distilled_drafter_may_be_named_from_home(
     made: dict[str, Made], models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

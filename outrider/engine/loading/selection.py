@@ -234,8 +234,8 @@ def startup_errors(name: str, architecture: str = "") -> Iterator[None]:
         problem = f"{name} cannot be served, {architecture} is not a model that Outrider can run"
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
             problem = f"there is not enough memory for {name} and its KV cache, --kv-tokens"
-        damaged = isinstance(error, SafetensorError | JSONDecodeError) or "not a valid JSON" in str(error)
-        told = ", a file of it is damaged or incomplete, copy or download it again" if damaged else ""
+        damaged = isinstance(error, SafetensorError | JSONDecodeError | FileNotFoundError) or "valid JSON" in str(error)
+        told = ", a file of it may not be read, is damaged or missing, copy or download it again" if damaged else ""
         told = ", it has no tokenizer, copy its tokenizer.json too" if "the backend tokenizer" in str(error) else told
         problem = f"{problem if architecture else f'cannot load model {name!r}{told}'}: {error_text(error)}"
         raise StartupError(problem, field="target", value=name, limit="see docs/targets.md") from error

@@ -66,7 +66,8 @@ def save(folder: Path, card: Card, weights: Mapping[str, torch.Tensor], name: st
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / name) as file:
         save_file({key: weight.contiguous() for key, weight in weights.items()}, file, {"format": "pt"})
-        file.chmod(0o644)  # services may run as other users
+    for file in folder.glob("*.safetensors"):  # of a model beside it, too: services may run as other users
+        file.chmod(0o644)
     with atomic_write(folder / CARD) as file:
         file.write_text(json.dumps(asdict(card), indent=2) + "\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import StartupError
 from outrider.testing.toy_models import make_model
 from tests import gguf_files
+from tests.other_user import without_rights_of_root
 
 OPTIONS = EngineOptions(device="cpu", kv_tokens=512)
+DAMAGED = "a file of it may not be read, is damaged or missing, copy or download it again"
 
 
 @pytest.fixture
@@ -26,8 +29,19 @@ def folder(tmp_path: Path) -> Path:
 def test_a_damaged_file_is_to_be_copied_again(folder: Path, name: str) -> None:
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(StartupError, match="a file of it is damaged or incomplete, copy or download it again"):
+    with pytest.raises(StartupError, match=DAMAGED):
         load_model(str(folder), OPTIONS)
+
+
+def test_weights_of_another_user_are_no_missing_file() -> None:
+    """Safetensors says that there is no such file."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_model(Path(name, "model"), seed=3)
+        load_model(str(folder), OPTIONS)  # imports all: the other user may not read the modules either
+        for place, mode in ((Path(name), 0o755), (folder, 0o755), (folder / "model.safetensors", 0)):
+            place.chmod(mode)
+        with without_rights_of_root(), pytest.raises(StartupError, match=DAMAGED):
+            load_model(str(folder), OPTIONS)
 
 
 def test_a_folder_without_a_tokenizer_is_told_so(folder: Path) -> None:
