@@ -17,7 +17,10 @@ from typer.testing import CliRunner
 
 from outrider.cli import options, talk
 from outrider.cli.app import app
+from outrider.client.sync import Finished
 from outrider.protocol.errors import InvalidRequest, Unavailable
+from outrider.protocol.speculation import FinishReason
+from outrider.protocol.statistics import GenerationStats
 
 
 class Coordinator:
@@ -55,6 +58,15 @@ def test_an_error_ends_an_answer_and_not_the_conversation(monkeypatch: pytest.Mo
     assert result.exit_code == 0, result.output
     assert "the verifier is full" in result.output
     assert there.asked[2] == [("user", "one"), ("assistant", "Yes."), ("user", "three")]
+
+
+def test_the_name_of_a_drafter_is_no_mark_of_rich(capsys: pytest.CaptureFixture[str]) -> None:
+    """A drafter chooses it: as a mark it could show a link to anywhere."""
+    stats = GenerationStats(drafts=1, drafter="[link=http://evil]suffix[/link]")
+    client = MagicMock()
+    client.generate.return_value = [Finished("text", FinishReason.LENGTH, "", 1, 2, stats)]
+    assert talk._stream(client, {}, colour=False) == "text"
+    assert stats.drafter in "".join(capsys.readouterr().err.splitlines())
 
 
 CHAT = """
