@@ -99,6 +99,44 @@ def test_no_room_for_temporary_files_is_told_in_a_sentence(command: Sequence[str
     assert_told(done, 1, f"{command[0]}: ", "No usable temporary directory")
 
 
+FORKS = """
+import asyncio, os, resource, subprocess
+from outrider.base import config
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+async def serve():
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        await check(health_pb2.HealthCheckRequest(), timeout=10)
+        await asyncio.to_thread(int)  # its thread is there before there can be no other
+        if os.getuid() == 0:
+            os.setresuid(65534, 65534, 65534)  # root may have any number
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        for _ in range(3):
+            try:
+                await asyncio.to_thread(subprocess.run, ["true"])
+            except BlockingIOError:
+                await check(health_pb2.HealthCheckRequest(), timeout=10)
+                print("serves on")
+    os._exit(0)
+
+asyncio.run(serve())
+"""
+
+
+def test_a_service_that_gets_no_process_serves_on() -> None:
+    """A coordinator starts one that tries grammars; gRPC's handlers of forks hung it when that failed."""
+    done = subprocess.run(
+        [sys.executable, "-uc", FORKS], env=environment(), capture_output=True, timeout=40, check=False
+    )
+    assert done.stdout.count(b"serves on") == 3, done.stderr.decode()
+
+
 def test_a_drafters_model_says_what_kind_it_is(tmp_path: Path) -> None:
     missing = str(tmp_path / "nothing")
     assert_told(run("drafter", "--target", "somebody/else", "--model", missing), 1, f"there is no model at {missing}")
