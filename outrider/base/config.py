@@ -22,8 +22,8 @@ from outrider.base.atomic_files import read_named
 from outrider.base.endpoint import is_loopback
 from outrider.protocol.errors import OutriderError, StartupError
 
-# Read by gRPC's core at its import. Else faults of callers write lines past the log, and a fork that fails can hang it.
-os.environ |= {"GRPC_VERBOSITY": "NONE", "GRPC_ENABLE_FORK_SUPPORT": "0"} | os.environ
+# gRPC's core reads this when it is imported. Else it writes a line for every fault of a caller, past the log.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 PREFIX = "OUTRIDER_"
 KV_TOKENS = 65_536  # of a cache whose capacity is not given

@@ -100,8 +100,8 @@ def test_no_room_for_temporary_files_is_told_in_a_sentence(command: Sequence[str
 
 
 FORKS = """
+import outrider.base.no_torch
 import asyncio, os, resource, subprocess
-from outrider.base import config
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -135,6 +135,14 @@ def test_a_service_that_gets_no_process_serves_on() -> None:
         [sys.executable, "-uc", FORKS], env=environment(), capture_output=True, timeout=40, check=False
     )
     assert done.stdout.count(b"serves on") == 3, done.stderr.decode()
+
+
+def test_a_program_with_a_client_may_fork() -> None:
+    """Without gRPC's handlers, calls of the child wait for ever."""
+    code = "import os; from outrider import Client; Client(['127.0.0.1:1']); print(os.environ.keys())"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, timeout=40, check=True)
+    assert b"GRPC_VERBOSITY" in done.stdout
+    assert b"GRPC_ENABLE_FORK_SUPPORT" not in done.stdout
 
 
 def test_a_drafters_model_says_what_kind_it_is(tmp_path: Path) -> None:
