@@ -201,7 +201,8 @@ def option(flag: str, text: str, **more: Any) -> Any:
 
 def main(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> None:
     """Run a service from its `__main__`."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what it lacks, such as ASCII
+    if sys.stdout:  # None where a supervisor closed it
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what it lacks, such as ASCII
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # a local may be a key
     app.command(context_settings={"help_option_names": ["-h", "--help"]})(command(settings, run, program))
     app(prog_name=f"outrider serve {program}")

@@ -72,7 +72,8 @@ def show_version() -> None:
 
 def main() -> None:
     """Run the `outrider` command."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what it lacks, such as ASCII
+    if sys.stdout:  # None where a supervisor closed it
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what it lacks, such as ASCII
     try:
         app(prog_name="outrider")
     except (OutriderError, OSError, ValueError) as error:

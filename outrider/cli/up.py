@@ -143,8 +143,8 @@ def up(
                 say(f"models: {escape(', '.join(each.name for each in plan.targets))}")
             at = "" if endpoints == DEFAULT_ENDPOINT else f" --endpoint {shlex.quote(_from_here(endpoints, host))}"
             command = shutil.which("outrider") and "outrider"  # an environment that is not active is not on the path
-            line = f"{command or Path(sys.executable).with_name('outrider')} generate{at}{_tls_flags(running.plan)}"
-            say(escape(f'try: {line} "The capital of France is"\nCtrl-C stops'))
+            line = f"{shlex.quote(str(command or Path(sys.executable).with_name('outrider')))} generate{at}"
+            say(escape(f'try: {line}{_tls_flags(running.plan)} "The capital of France is"\nCtrl-C stops'))
             if running.state is not None:
                 kept = ["sessions"] * (not redis_url()) + ["keys for further workers"] * (not fleet_key)
                 until = "" if running.state.kept else " until this ends"

@@ -380,6 +380,14 @@ def test_modules_in_the_folder_of_the_start_are_not_run(line: Sequence[str], tmp
     assert "--max-sessions" in done.stdout
 
 
+@pytest.mark.parametrize("line", [(*_OUTRIDER, "serve", "coordinator"), (sys.executable, "-m", "coordinator")])
+def test_a_command_without_a_standard_output_ends_with_no_error(line: Sequence[str]) -> None:
+    """As where a supervisor has closed it: logs go to the other one."""
+    closed = ("sh", "-c", 'exec "$@" >&-', "sh", *line, "--help")
+    done = subprocess.run(closed, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_wrong_address_is_told_before_a_model_is_loaded() -> None:
     assert_told(run("verifier", "--coordinators", "here"), 1, "coordinators is 'here', must be host:port")
 

@@ -101,9 +101,8 @@ async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
         raise HTTPException(415, f"Content-Encoding is {shorten(coding)}, must be absent")
     data = b"".join([part async for part in request.stream()])  # `body()` would keep it as long as the answer takes
     request.state.size = request.state.to_plan = len(data)  # planning may take longer than its bytes
-    request.state.sent = ""
-    if "idempotency-key" in request.headers:
-        request.state.sent = await beside(len(data), digest_of, request.url.path.encode() + data)
+    keyed = "idempotency-key" in request.headers
+    request.state.sent = await beside(len(data), digest_of, request.url.path.encode() + data) if keyed else ""
     if len(data) > LARGE_BYTES:  # checks of megabytes take seconds; other streams wait for the JSON only
         return await asyncio.to_thread(_read, data, kinds)
     return _read(data, kinds)

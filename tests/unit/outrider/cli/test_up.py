@@ -226,8 +226,9 @@ def test_the_line_to_try_works_as_it_is_printed(on_path: bool, tmp_path: Path, m
     (tmp_path / "outrider").write_text("#!/bin/sh\n")
     (tmp_path / "outrider").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path if on_path else tmp_path / "empty"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "a folder" / "python"))
     result = CliRunner().invoke(app, ["up", "--drafter", "suffix"])
-    command = "outrider" if on_path else Path(sys.executable).with_name("outrider")
+    command = "outrider" if on_path else f"'{tmp_path / 'a folder' / 'outrider'}'"
     assert f'try: {command} generate "The capital of France is"\nCtrl-C stops\n' in result.output
 
 
