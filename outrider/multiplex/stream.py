@@ -92,6 +92,7 @@ class MultiplexedStream:
         self._unread.clear()
         self._parts.clear()
         self._take = None  # it has the session, which has the stream: collections are rare
+        self._failure = self._failure and self._failure.with_traceback(None)  # of what took a message: the same
         end = self._frames.add(self.number, len(details.encode()) + len(error)).end
         end.status, end.details, end.error = code.value[0], details, error
         self._wake()
@@ -139,7 +140,8 @@ class MultiplexedStream:
         """Return the next message, or None after the peer's end; raise the error that ended the carrying stream."""
         while not self._unread:
             if self._failure is not None:
-                raise copy(self._failure)  # whose traceback would have the sessions of all streams that it ends
+                # A copy: else its traceback would have the sessions of all streams that it ends.
+                raise copy(self._failure).with_traceback(self._failure.__traceback__)
             if self.end_received is not None or self.end_sent:
                 self._check_end()
                 return None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import traceback
 import weakref
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import pytest
+from structlog.testing import capture_logs
 
 from outrider.base.aio import until
 from outrider.multiplex.frames import MESSAGE_COST, PART_BYTES, WINDOW_BYTES
@@ -108,13 +111,47 @@ async def test_a_session_whose_messages_are_delivered_leaves_nothing_to_the_coll
         session = Session(context)
         held.append(weakref.ref(session))
         context.deliver(lambda message: session.taken.append(message))
-        yield b"opened"
+        yield verify.VerifyReply()
 
     gc.disable()
     try:
         sessions = make_sessions(delivering)
         await received(sessions, opened(1), pb.SessionFrame(stream=1, payload=b"x"))
         assert await until(lambda: bool(held) and not sessions._running, 5)
+        assert [session() for session in held] == [None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", [InvalidRequest, KeyError])
+async def test_a_session_that_refuses_a_message_leaves_nothing_but_where_an_unexpected_error_was(
+    kind: type[Exception],
+) -> None:
+    class Session:
+        def take(self, message: Any) -> None:
+            raise kind("no")
+
+    held: list[weakref.ref[Session]] = []
+
+    async def delivering(requests: AsyncIterator[Any], context: DirectCall) -> AsyncIterator[Any]:
+        session = Session()
+        held.append(weakref.ref(session))
+        yield verify.VerifyReply()
+        context.deliver(session.take)
+        async for _ in requests:
+            pytest.fail("it is delivered")
+
+    gc.disable()
+    try:
+        settings = VerifierSettings()
+        sessions = CoordinatorSessions(
+            MultiplexedHandler(delivering, verify.VerifyRequest.FromString, ApiKeys(), settings), None
+        )
+        with capture_logs() as lines:
+            await received(sessions, opened(1), pb.SessionFrame(stream=1, payload=b""))
+            assert await until(lambda: bool(held) and not sessions._running, 5)
+        shown = ["".join(traceback.format_exception(line.pop("exc_info"))) for line in lines]
+        assert ["in take" in text for text in shown] == ([True] if kind is KeyError else [])
         assert [session() for session in held] == [None]
     finally:
         gc.enable()
