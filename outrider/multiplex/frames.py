@@ -21,6 +21,7 @@ _FRAME_BYTES = 48  # of a frame besides its content, at most
 PING_S = 0.05  # between two pings, at least
 _PATIENCE_S = 0.02  # with a pong
 _RISE, _RISES_TO_S = 1.02, 0.15  # of the fastest time with each pong: a connection's round trip may change
+_MAX_LAG_S = 3600.0  # that a process was paused: the field ends at 71 minutes
 _BUSY = 0.25  # the peer's share of that time, from which the connection is not to blame
 
 
@@ -72,7 +73,7 @@ class FrameQueue:
         if (batch.ping and self._asked) or (batch.pong and self.answered.is_set()):
             raise InvalidRequest.of("batch", "another ping or pong", "one ping until its pong")
         if batch.ping:
-            self._asked, self._lag_s = True, lag_s
+            self._asked, self._lag_s = True, min(lag_s, _MAX_LAG_S)
             resolve(self._waiting)
         if batch.pong:
             took_s = time.monotonic() - self._pinged_at

@@ -108,6 +108,15 @@ async def test_a_busy_peer_is_not_taken_for_a_slow_connection(clock: Clock, lag_
     assert was_late == late
 
 
+async def test_a_process_that_was_paused_for_a_day_answers_a_ping(clock: Clock) -> None:
+    ours, theirs = await connected(clock)
+    clock.now += PING_S
+    theirs.take_marks(await sent(ours), 24 * 3600.0)
+    answer = await sent(theirs)
+    assert answer.pong
+    assert answer.lag_us == 3_600_000_000
+
+
 async def test_a_slow_connection_makes_no_peer_late(clock: Clock) -> None:
     ours, theirs = FrameQueue(pings=True), FrameQueue()
     for side in (ours, theirs):
