@@ -7,6 +7,7 @@ paths that lead to them, which costs little more than one token, and nothing of 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from outrider.train.artifacts import card as cards
 log = structlog.get_logger(__name__)
 
 _PREFILL_TOKENS = 512
+_TELL_S = 10.0  # from one line about a full KV cache to the next: there may be one a step
 
 TokenPath = tuple[int, ...]  # guessed tokens after the committed position
 
@@ -72,6 +74,7 @@ class ModelDrafter:
         self._known: dict[str, _KnownChoices] = {}
         self._computed_nodes: dict[str, list[int]] = {}  # by session: open guesses that this step computes
         self.vocabulary: Vocabulary | None = vocabulary
+        self._tell_at = 0.0  # of a full KV cache, again
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         most = min(self.info.context_length, self._engine.capacity_tokens)  # a larger text would drive out all others
@@ -82,13 +85,12 @@ class ModelDrafter:
             try:
                 computed = self._engine.extend(batch)
             except Overloaded:
-                # First the least recently drafted session that is not in this batch, then one that is.
-                in_batch = {request.session for request in runnable}
-                evicted = next((session for session in self._cached if session not in in_batch), None)
-                if evicted is None:
-                    evicted = runnable.pop().session
+                # First the least recently drafted session, unless it is in this batch: those come last.
+                idle = len(self._cached) > len(runnable)
+                self.forget(next(iter(self._cached)) if idle else runnable.pop().session)
+                if not idle and time.monotonic() > self._tell_at:
+                    self._tell_at = time.monotonic() + _TELL_S
                     log.warning("session not drafted for: KV cache full", others=len(runnable), see="--kv-tokens")
-                self.forget(evicted)
                 continue
             for request, tokens, logits in zip(runnable, batch, computed.logits, strict=True):
                 results[request.session] = self._result(request, tokens, logits)
@@ -113,11 +115,10 @@ class ModelDrafter:
         del cached[same:]
         self._engine.truncate(request.session, same)
         new = chain[same : same + _PREFILL_TOKENS]
-        if same + len(new) < len(chain):
-            return SessionTokens(request.session, new, logits_from=len(new))
-        if request.branches == 1:
-            return SessionTokens(request.session, new, logits_from=len(new) - 1)
-        return self._tree_input(request, new)
+        whole = same + len(new) == len(chain)
+        if whole and request.branches > 1:
+            return self._tree_input(request, new)
+        return SessionTokens(request.session, new, logits_from=len(new) - whole)
 
     def _known_ids(self, request: DraftRequest, tokens: Sequence[int]) -> Sequence[int]:
         """Return tokens with an end token for each that the target alone has, as those that were added for chats."""
@@ -134,7 +135,7 @@ class ModelDrafter:
         needed = (path_to(at, parents) for at, it in enumerate(request.open_guess.paths[1:]) if it not in known.choices)
         nodes = self._computed_nodes[request.session] = sorted(set[int]().union(*needed))
         last = len(new) - 1
-        index = {node: last + 1 + i for i, node in enumerate(nodes)}
+        index = {node: at for at, node in enumerate(nodes, start=len(new))}
         return SessionTokens(
             request.session,
             [*new, *(tokens[node] for node in nodes)],
@@ -145,9 +146,8 @@ class ModelDrafter:
     def _result(self, request: DraftRequest, computed: SessionTokens, logits: torch.Tensor) -> Guess:
         """Record what the step has cached; draft from its logits."""
         cached = self._cached[request.session]
-        chain = range(len(computed.tokens))
+        chain = range(computed.logits_from + 1 if computed.parents else len(computed.tokens))
         if computed.parents:
-            chain = range(computed.logits_from + 1)
             self._engine.compact(request.session, len(cached), chain)
         cached.extend(computed.tokens[: len(chain)])
         if not len(logits):
