@@ -113,6 +113,7 @@ async def test_modes_with_probabilities(home: Home, models: Models, mode: int) -
     assert set(shares(output)) == {"ngram", "model"}
 
 
+@pytest.mark.timeout(180)  # the plain text of four times the usual length may take a minute
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
 async def test_a_drafter_that_opens_late_has_what_was_committed_meanwhile(
     home: Home, models: Models, loaded: LoadedModel, greedy: Greedy, monkeypatch: pytest.MonkeyPatch, *, beside: bool
@@ -148,6 +149,7 @@ async def test_a_drafter_that_opens_late_has_what_was_committed_meanwhile(
         assert TokenKind.ACCEPTED not in output.kinds[: HOME_LENGTH // 2], "it had not opened"
 
 
+@pytest.mark.timeout(180)
 async def test_a_drafter_that_lost_its_sessions_guesses_for_the_same_stream_again(
     home: Home, models: Models, loaded: LoadedModel, greedy: Greedy
 ) -> None:
