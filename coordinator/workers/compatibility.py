@@ -67,10 +67,9 @@ class Compatibility:
     def adapted(self, told: ModelInfo, now: ModelInfo, tokens: tuple[str, ...]) -> ModelInfo:
         """Return a drafter's model with the vocabulary of a served target, its own or a longer one; else `now`."""
         own = {it.vocabulary.digest: it.vocabulary.tokens for it in self._targets}.get(told.vocabulary_digest, tokens)
-        served = self.served
-        longer = (it.info.vocabulary_digest for it in served if own and it.vocabulary.tokens[: len(own)] == own)
+        longer = (it.info.vocabulary_digest for it in self.served if own and it.vocabulary.tokens[: len(own)] == own)
         models = chain((told, now), (replace(told, vocabulary_digest=digest) for digest in longer))
-        return next((model for model in models if any(fits(model, it.info) for it in served)), now)
+        return next((model for model in models if any(fits(model, it.info) for it in self.served)), now)
 
     def identity(self, model: ModelInfo) -> str:
         """Return what the verifiers of one target have in common."""

@@ -118,7 +118,7 @@ class ModelDrafter:
         whole = same + len(new) == len(chain)
         if whole and request.branches > 1:
             return self._tree_input(request, new)
-        return SessionTokens(request.session, new, logits_from=len(new) - whole)
+        return SessionTokens(request.session, new, logits_from=len(new) - 1 if whole else len(new))
 
     def _known_ids(self, request: DraftRequest, tokens: Sequence[int]) -> Sequence[int]:
         """Return tokens with an end token for each that the target alone has, as those that were added for chats."""

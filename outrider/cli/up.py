@@ -25,7 +25,7 @@ from outrider.base.processes import end_on_signals
 from outrider.cli import options
 from outrider.cli.show import LEGEND, show_text, show_tokens, summary
 from outrider.client.events import collect
-from outrider.client.sync import DEFAULT_ENDPOINT, Client, Generation, Reply, Tokens
+from outrider.client.sync import Client, Generation, Reply, Tokens
 from outrider.launch import options as launch_options
 from outrider.launch.services import KINDS, ignored_variable_hints, merged, read_assignments, read_file, suggestion
 from outrider.launch.stack import LaunchPlan, Stack, on_one_cpu, stack, watch
@@ -141,10 +141,10 @@ def up(
                 say(f"playground at [bold]{web}[/bold], OpenAI API at {web}/v1")
             if plan.others:
                 say(f"models: {escape(', '.join(each.name for each in plan.targets))}")
-            at = "" if endpoints == DEFAULT_ENDPOINT else f" --endpoint {shlex.quote(_from_here(endpoints, host))}"
-            command = shutil.which("outrider") and "outrider"  # an environment that is not active is not on the path
-            line = f"{shlex.quote(str(command or Path(sys.executable).with_name('outrider')))} generate{at}"
-            say(escape(f'try: {line}{_tls_flags(running.plan)} "The capital of France is"\nCtrl-C stops'))
+            at = f" --endpoint {shlex.quote(_from_here(endpoints, host))}{_tls_flags(running.plan)}"
+            own = shlex.quote(str(Path(sys.executable).with_name("outrider")))  # of an environment that is not active
+            name = "outrider" if shutil.which("outrider") else own
+            say(escape(f'try: {name} generate{at} "The capital of France is"\nCtrl-C stops'))
             if running.state is not None:
                 kept = ["sessions"] * (not redis_url()) + ["keys for further workers"] * (not fleet_key)
                 until = "" if running.state.kept else " until this ends"

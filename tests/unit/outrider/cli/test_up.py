@@ -221,7 +221,7 @@ def starts_at_once(monkeypatch: pytest.MonkeyPatch, listening: str, folder: Path
 
 @pytest.mark.parametrize("on_path", [True, False])
 def test_the_line_to_try_works_as_it_is_printed(on_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After `make up` no path leads to the command, and the default endpoint need not be named."""
+    """After `make up` no path leads to the command."""
     starts_at_once(monkeypatch, "127.0.0.1", tmp_path)
     (tmp_path / "outrider").write_text("#!/bin/sh\n")
     (tmp_path / "outrider").chmod(0o755)
@@ -229,7 +229,8 @@ def test_the_line_to_try_works_as_it_is_printed(on_path: bool, tmp_path: Path, m
     monkeypatch.setattr(sys, "executable", str(tmp_path / "a folder" / "python"))
     result = CliRunner().invoke(app, ["up", "--drafter", "suffix"])
     command = "outrider" if on_path else f"'{tmp_path / 'a folder' / 'outrider'}'"
-    assert f'try: {command} generate "The capital of France is"\nCtrl-C stops\n' in result.output
+    line = f'try: {command} generate --endpoint 127.0.0.1:50050 "The capital of France is"'
+    assert f"{line}\nCtrl-C stops\n" in result.output.replace(" \n", " ")
 
 
 def test_a_port_that_there_is_not_starts_nothing(plans: list[LaunchPlan], tmp_path: Path) -> None:
