@@ -148,15 +148,17 @@ class CoordinatorSessions:
         stream.end()  # unless it has ended
 
     def _ready(self, stream: MultiplexedStream) -> bool:
-        return not (stream.num_unsent or self.frames.is_behind)
+        return not (stream.num_unsent or self.frames.pings.is_behind)
 
     async def _readable(self, stream: MultiplexedStream) -> None:
+        if self._ready(stream):
+            return
         seconds = self._limits.write_timeout_s
         try:
             async with asyncio.timeout(seconds):
                 await stream.sent()
-                if self.frames.is_behind:
-                    await self.frames.answered.wait()
+                if self.frames.pings.is_behind:
+                    await self.frames.pings.answered.wait()
         except TimeoutError:
             log.info("stream ended: peer does not read", seconds=seconds)
             unread = f"the peer has not read its messages for {seconds:g} s"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.multiplex import frames
-from outrider.multiplex.frames import PING_S, FrameQueue
+from outrider.multiplex import frames, pings
+from outrider.multiplex.frames import FrameQueue
+from outrider.multiplex.pings import PING_S
 from outrider.multiplex.stream import check_batch
 from outrider.protocol.errors import InvalidRequest
 from outrider.v1 import multiplex_pb2 as pb
@@ -24,7 +25,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(frames, "time", clock)
+    for module in (frames, pings):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -57,14 +59,14 @@ async def test_a_peer_is_behind_while_its_answer_takes_much_longer_than_its_fast
     asked = await sent(ours)
     assert asked.ping
     clock.now += 0.019
-    assert not ours.is_behind
+    assert not ours.pings.is_behind
     clock.now += 0.002
-    assert ours.is_behind
+    assert ours.pings.is_behind
     assert not (await sent(ours)).ping, "one at a time"
     theirs.take_marks(asked)
     ours.take_marks(await sent(theirs, new=False))
-    assert not ours.is_behind
-    assert ours.answered.is_set()
+    assert not ours.pings.is_behind
+    assert ours.pings.answered.is_set()
 
 
 async def test_a_connection_that_gets_slower_makes_no_peer_late_for_ever(clock: Clock) -> None:
@@ -75,7 +77,7 @@ async def test_a_connection_that_gets_slower_makes_no_peer_late_for_ever(clock: 
         clock.now += PING_S
         asked = await sent(ours)
         clock.now += 0.15
-        late.append(ours.is_behind)
+        late.append(ours.pings.is_behind)
         theirs.take_marks(asked)
         ours.take_marks(await sent(theirs))
     assert late[0]
@@ -89,7 +91,7 @@ async def test_a_peer_that_reads_late_for_long_is_not_taken_for_a_slow_connectio
         clock.now += PING_S
         asked = await sent(ours)
         clock.now += late_s
-        assert ours.is_behind
+        assert ours.pings.is_behind
         theirs.take_marks(asked)
         ours.take_marks(await sent(theirs))
 
@@ -102,7 +104,7 @@ async def test_a_busy_peer_is_not_taken_for_a_slow_connection(clock: Clock, lag_
         clock.now += PING_S
         asked = await sent(ours)
         clock.now += 0.15
-        was_late = ours.is_behind
+        was_late = ours.pings.is_behind
         theirs.take_marks(asked, lag_s)
         ours.take_marks(await sent(theirs))
     assert was_late == late
@@ -124,7 +126,7 @@ async def test_a_slow_connection_makes_no_peer_late(clock: Clock) -> None:
     for _ in range(3):
         asked = await sent(ours)
         clock.now += 0.15
-        assert not ours.is_behind
+        assert not ours.pings.is_behind
         theirs.take_marks(asked)
         ours.take_marks(await sent(theirs))
 
@@ -134,7 +136,7 @@ async def test_a_peer_that_answers_nothing_is_never_behind(clock: Clock) -> None
     assert await ours.next() is not None
     assert (await sent(ours)).ping
     clock.now += 60
-    assert not ours.is_behind
+    assert not ours.pings.is_behind
 
 
 async def test_pings_are_rare_and_answers_have_none(clock: Clock) -> None:
