@@ -41,8 +41,7 @@ SET_BY_UP: dict[str, dict[str, str]] = {
     "coordinator": {name: "--" + name.replace("_", "-") for name in ("host", "port", "http_port", "insecure")}
     | {"api_keys": "--api-keys", "redis_url": "the variable REDIS_URL"}
     | _ALL_SERVICES,
-    "verifier": _WORKERS | _ALL_SERVICES,
-    "drafter": _WORKERS | _ALL_SERVICES,
+    **dict.fromkeys(("verifier", "drafter"), _WORKERS | _ALL_SERVICES),
 }
 _PRIVATE = ("redis_url", "otlp_endpoint")  # URLs that may contain a password
 _PORTS = ("port", "http_port", "metrics_port")
@@ -103,18 +102,16 @@ def read_file(path: Path) -> tuple[dict[str, Any], Overrides]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise _refused("--config", str(path), f"cannot be read: {reason}") from error
-    flags_of_up = {
-        key.replace("-", "_"): value if key in REPEATED else _plain(value)
-        for key, value in content.items()
-        if not isinstance(value, dict)
-    }
-    tables = {name: value for name, value in content.items() if isinstance(value, dict)}
-    return flags_of_up, {
-        name: {
-            _known(name, key, f"{path}: [{name}] {key}"): GivenSetting(_plain(v), f"{path}") for key, v in table.items()
-        }
-        for name, table in tables.items()
-    }
+    flags_of_up: dict[str, Any] = {}
+    tables: dict[str, dict[str, GivenSetting]] = {}
+    for name, value in content.items():
+        if not isinstance(value, dict):
+            flags_of_up[name.replace("-", "_")] = value if name in REPEATED else _plain(value)
+            continue
+        for key, given in value.items():
+            setting = _known(name, key, f"{path}: [{name}] {key}")
+            tables.setdefault(name, {})[setting] = GivenSetting(_plain(given), str(path))
+    return flags_of_up, tables
 
 
 def merged(first: Overrides, then: Overrides) -> Overrides:
@@ -141,10 +138,10 @@ def check_services(services: Sequence[ServiceSpec]) -> None:
             find_path(target)
         if (device := getattr(service.settings, "device", "")).startswith("cuda") and not has_gpu():
             raise StartupError.of("device", device, "auto or cpu", f" for {service.name}: this machine has no GPU")
-        ports = [(key, getattr(service.settings, key, 0)) for key in _PORTS]
-        if ports[-1][1] > 0 and getattr(service.settings, "own_drafter", ""):
-            ports.append((f"own_drafter ({_PORTS[-1]} + 1)", ports[-1][1] + 1))
-        for key, port in ports:
+        ports = {key: getattr(service.settings, key, 0) for key in _PORTS}
+        if ports["metrics_port"] > 0 and getattr(service.settings, "own_drafter", ""):
+            ports["own_drafter (metrics_port + 1)"] = ports["metrics_port"] + 1
+        for key, port in ports.items():
             here = f"{service.name}.{key.replace('_', '-')}"
             if port > 0 and taken.setdefault(port, here) != here:
                 raise _refused(here, str(port), f"is the port of {taken[port]} too")
@@ -162,8 +159,9 @@ def ignored_variable_hints(read: Iterable[object]) -> list[str]:
         setting = name.removeprefix(PREFIX).lower()
         kinds = [kind for kind, settings in KINDS.items() if setting in settings.model_fields]
         if kinds:
-            own = (by_up := SET_BY_UP[kinds[0]].get(setting)) and f"set by {by_up}"
-            hints.append(f"{name} is not read here: {own or f'--set {kinds[0]}.{_form(setting)}=...'}")
+            by_up = SET_BY_UP[kinds[0]].get(setting)
+            instead = f"set by {by_up}" if by_up else f"--set {kinds[0]}.{_form(setting)}=..."
+            hints.append(f"{name} is not read here: {instead}")
         elif name not in VARIABLES:
             raise _refused("environment", name, "is unknown", VARIABLES)
     return hints

@@ -105,6 +105,13 @@ def test_a_file_has_a_table_for_each_service_and_flags_beside_them(tmp_path: Pat
     }
 
 
+def test_a_table_without_settings_is_for_no_service(tmp_path: Path) -> None:
+    """Such as one whose settings are all commented out, of a service that is not started."""
+    _, overrides = read_file(written(tmp_path, "[verifier-2]\n# device = 'cuda:1'\n[drafter]"))
+    assert values(overrides) == {}
+    assert len(make_services("verifier", [{}], overrides)) == 1
+
+
 def test_the_example_of_the_documentation_is_taken(tmp_path: Path) -> None:
     (example,) = re.findall(
         r"^```toml$(.*?)^```", (ROOT / "docs" / "operating.md").read_text(), re.MULTILINE | re.DOTALL
