@@ -30,6 +30,7 @@ _MAX_RESTART_S = 30.0
 _POLL_S = 0.02
 _LAST_CHARACTERS = 400
 _APPEND_FOLDER = "appendonlydir"
+_PASSWORD = re.compile(r"^([\w+.-]+://)?.*@", re.DOTALL)  # of a URL, which may lack its scheme
 _DAMAGED = re.compile("ended with status [1-9].*(append only file|AOF|loading DB)", re.DOTALL)  # else stopped
 
 
@@ -56,8 +57,7 @@ def check_redis(url: str) -> str:
     """Return a URL without its password; raise StartupError if coordinators cannot use the Redis there."""
     import redis  # here: most commands need none
 
-    scheme, separator, rest = url.partition("://")
-    where = f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"
+    where = _PASSWORD.sub(r"\1", url).partition("?")[0]
     try:
         with redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2) as client:
             client.set("outrider:check", 1, px=1000, nx=True, get=True)  # replicas, and Redis 6, would answer a ping

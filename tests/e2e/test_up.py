@@ -110,6 +110,7 @@ async def _durable(stub: rpc.OutriderStub) -> bool:
         ("CONFIG SET maxmemory 1", "redis://{}", "OutOfMemoryError"),
         ("ECHO well", "redis://127.0.0.1:1", "ConnectionError: Error 111"),
         ("ECHO well", "http://{}", "not a valid URL"),
+        ("ECHO well", ":wrong-one@{}", "not a valid URL"),
     ],
 )
 def test_a_redis_that_cannot_be_used_ends_it_with_the_reason(

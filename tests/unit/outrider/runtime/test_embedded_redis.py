@@ -17,7 +17,7 @@ import structlog
 
 from outrider.launch.state import state_folder
 from outrider.protocol.errors import StartupError
-from outrider.runtime.embedded_redis import embedded_redis
+from outrider.runtime.embedded_redis import check_redis, embedded_redis
 from tests.cluster import environment, until
 from tests.descriptors import listening_ports, open_files
 
@@ -108,6 +108,14 @@ def test_a_server_that_blames_data_that_are_not_there_is_an_error_with_its_words
     monkeypatch.setattr("outrider.runtime.embedded_redis.get_binary_path", lambda: refusing)
     with pytest.raises(StartupError, match="no room"), embedded_redis(tmp_path / "data"):
         pytest.fail("it has started")
+
+
+@pytest.mark.parametrize(
+    "url", ["me:secret@127.0.0.1:6379", "redis:/me:secret@127.0.0.1:6379", "me:s?cr:e//t@127.0.0.1:6379"]
+)
+def test_the_password_of_a_url_without_a_scheme_is_not_told(url: str) -> None:
+    with pytest.raises(StartupError, match=r"Redis cannot be used at 127\.0\.0\.1:6379: not a valid URL"):
+        check_redis(url)
 
 
 def test_unreadable_data_are_put_aside(tmp_path: Path) -> None:
