@@ -55,7 +55,7 @@ def doctor(
     for name, check in (checks | {"coordinator": _peers(context.params, endpoint)}).items():
         try:
             findings += check
-        except (OutriderError, OSError) as error:  # such as a file in a flag or a variable: the others follow
+        except (OutriderError, OSError, ImportError) as error:  # such as a file in a flag: the others follow
             findings.append(Finding(name, "bad", str(error)))
     table = Table("", "", Column("", overflow="fold"), Column("what to do", overflow="fold"), box=None)
     marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad[/red]"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -62,6 +64,25 @@ def test_a_home_that_cannot_be_used_is_told(
     disk = next(finding for finding in doctor._memory() if finding.name == "disk")
     assert (disk.state == "ok", "cannot be written" in disk.text) == (written, not written)
     assert [finding.state for finding in doctor._models(doctor.DEFAULT)] == ["note"]
+
+
+def test_a_torch_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+    """In a process of its own: here, torch is loaded."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch_cpu.so: cannot open it')")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [
+        sys.executable,
+        "-c",
+        "from outrider.cli import main; main()",
+        "doctor",
+        f"--endpoint=127.0.0.1:{free_port()}",
+    ]
+    variables = os.environ | {"PYTHONPATH": paths, "COLUMNS": "200"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    (line,) = [line for line in done.stdout.splitlines() if "libtorch_cpu.so" in line]
+    assert (done.returncode, line.split()[:2]) == (1, ["bad", "torch"]), done.stderr
+    assert "coordinator" in done.stdout, "the other checks follow"
 
 
 @pytest.mark.parametrize(
