@@ -41,8 +41,8 @@ def choose_drafter(text: str, target: str) -> tuple[str, str]:
     if text == AUTO:
         return best_drafter(target), ""
     kind, _, model = text.partition(":")
-    kinds = set(kind.split("+"))
-    if kinds <= drafter_kinds():
+    kinds, known = set(kind.split("+")), drafter_kinds()
+    if kinds <= known:
         is_path = model.startswith((".", "/", "~")) or kinds & {"eagle", "medusa"}
         if model not in ("", DEFAULT) and is_path and not os.path.exists(os.path.expanduser(model)):
             raise StartupError(f"drafter is {text}: there is nothing at {model}", field="drafter", value=text)
@@ -53,7 +53,10 @@ def choose_drafter(text: str, target: str) -> tuple[str, str]:
     if "/" not in text and text not in (DEFAULT, DEFAULT_NAME) and not (text and folder.exists()):
         raise StartupError.of("drafter", text, "a kind as in --help, KIND:MODEL, an existing path or owner/name")
     try:
-        method = json.loads((folder / CARD).read_text())["method"]
+        method = str(json.loads((folder / CARD).read_text())["method"])
     except (OSError, ValueError, KeyError, TypeError):
         return (PUBLISHED, str(folder)) if is_published(folder, text, target) else ("model", text)
-    return SERVED_AS.get(method, method), str(folder)
+    kind = SERVED_AS.get(method, method)
+    if kind not in known:
+        raise StartupError.of("drafter", text, f"of a kind that there is: its {CARD} names {kind}")
+    return kind, str(folder)

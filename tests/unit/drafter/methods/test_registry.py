@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 import re
 import sys
@@ -70,6 +71,13 @@ def test_what_is_neither_a_kind_nor_a_model_is_told_without_the_hub(text: str) -
 def test_a_path_that_does_not_exist_is_told_with_its_kind(text: str) -> None:
     with pytest.raises(StartupError, match=f"there is nothing at {re.escape(text.partition(':')[2])}"):
         choose_drafter(text, "default")
+
+
+@pytest.mark.parametrize("method", [["eagle"], None, 5, "eagle9"])
+def test_a_card_that_names_no_kind_is_told(tmp_path: Path, method: object) -> None:
+    (tmp_path / "card.json").write_text(json.dumps({"method": method}))
+    with pytest.raises(StartupError, match=re.escape(f"its card.json names {method}")):
+        choose_drafter(str(tmp_path), "default")
 
 
 def test_a_path_that_exists_a_hub_id_and_a_number_of_layers_go_with_a_kind(tmp_path: Path) -> None:

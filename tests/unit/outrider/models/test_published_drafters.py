@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -33,10 +34,15 @@ def test_a_target_with_a_module_is_a_model_for_other_targets(tmp_path: Path) -> 
     assert choose_drafter(folder, "default") == ("model", folder)
 
 
-@pytest.mark.parametrize("damage", ["no config", "no weights", "short header", "no zip"])
+@pytest.mark.parametrize("damage", ["no config", "deep config", "no weights", "short header", "no zip", "another zip"])
 def test_a_damaged_folder_is_left_to_the_loader_of_models(tmp_path: Path, damage: str) -> None:
     if damage != "no config":
         (tmp_path / "config.json").write_text(json.dumps({"architectures": None}))
+    if damage == "deep config":
+        (tmp_path / "config.json").write_text("[" * 100_000)
+    if damage == "another zip":
+        with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as archive:
+            archive.writestr("fc.weight", b"")
     if damage in ("no config", "short header"):
         (tmp_path / "model.safetensors").write_bytes(b"123")
     if damage == "no zip":
