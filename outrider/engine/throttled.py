@@ -6,6 +6,7 @@ a drafter worse or better along a text.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -74,9 +75,9 @@ def parse_blur(text: str) -> list[tuple[int, float]]:
 def _points(field: str, text: str, limit: str) -> list[tuple[int, float]]:
     try:
         points = [(int(at), float(value)) for at, _, value in (point.partition(":") for point in text.split(","))]
-        sane = all(a < b for (a, _), (b, _) in pairwise(points)) and all(at >= 1 and value >= 0 for at, value in points)
-        if not sane:
-            raise ValueError("the points do not ascend")
+        ascending = all(a < b for (a, _), (b, _) in pairwise(points))
+        if not ascending or not all(at >= 1 and 0 <= value < math.inf for at, value in points):
+            raise ValueError("the points do not ascend, or are out of range")
     except ValueError as error:
         raise StartupError(f"cannot read a {field}: {error}", field=field, value=text, limit=limit) from error
     return points

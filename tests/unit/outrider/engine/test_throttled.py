@@ -58,7 +58,7 @@ def test_a_pace_is_read() -> None:
     assert parse_pace("1:4").at(100) == 4.0
 
 
-@pytest.mark.parametrize("text", ["", "40", "x:1", "4:1,2:3", "1:-4", "0:1", "1:2,1:3"])
+@pytest.mark.parametrize("text", ["", "40", "x:1", "4:1,2:3", "1:-4", "0:1", "1:2,1:3", "1:inf", "1:nan"])
 def test_a_pace_that_cannot_be_read_is_told(text: str) -> None:
     with pytest.raises(StartupError, match="pace"):
         parse_pace(text)
