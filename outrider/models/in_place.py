@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from outrider.models import GGUF, INDEX
+from outrider.models.hub import read_index
 from outrider.models.pretrained import empty_model, unread_beside
 
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
@@ -65,7 +66,7 @@ Dequantize = Callable[[QuantizedRows, torch.Tensor | None], torch.Tensor]
 
 def rows_in_file(folder: Path | str, model: PreTrainedModel) -> dict[str, QuantizedRows]:
     """Return a model's weights in the mapped GGUF file of a folder; none where they cannot be read in place."""
-    index = json.loads((Path(folder) / INDEX).read_text()) if (Path(folder) / INDEX).is_file() else {}
+    index = read_index(folder)
     if index.get("architecture") not in ARCHITECTURES:
         return {}
     with (Path(folder) / GGUF).open("rb") as file:
@@ -88,7 +89,8 @@ def rows_in_file(folder: Path | str, model: PreTrainedModel) -> dict[str, Quanti
 
 def rows_in_safetensors(folder: Path | str, model: PreTrainedModel) -> dict[str, QuantizedRows]:
     """Return a model's weights in the mapped safetensors of a folder, if all are there by name, and are bfloat16."""
-    rows, files = {}, dict[str, Any]()
+    rows: dict[str, QuantizedRows] = {}
+    files: dict[str, Any] = {}  # by weight
     single, index = Path(folder) / "model.safetensors", Path(folder) / "model.safetensors.index.json"
     shards = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ()
     paths = [single] if single.is_file() else sorted({Path(folder) / name for name in shards})
@@ -98,10 +100,12 @@ def rows_in_safetensors(folder: Path | str, model: PreTrainedModel) -> dict[str,
         opened: Any = safe_open(path, framework="pt")
         files |= dict.fromkeys(opened.keys(), opened)
     wanted = dict(model.named_parameters())
-    tied = [files[name].get_tensor(name) for name in _TIED if name in files and _TIED[0] not in wanted]
-    differ = len(tied) == len(_TIED) and (tied[0].dtype != tied[1].dtype or not torch.equal(*tied))
-    if differ or unread_beside(files, wanted):
-        return {}  # a head that is tied by name only stays apart in transformers
+    if unread_beside(files, wanted):
+        return {}
+    if _TIED[0] not in wanted and files.keys() >= set(_TIED):
+        head, embeddings = (files[name].get_tensor(name) for name in _TIED)
+        if head.dtype != embeddings.dtype or not torch.equal(head, embeddings):
+            return {}  # tied by name only: they stay apart in transformers
     for name, weight in wanted.items():
         stored = files[name].get_tensor(name) if name in files and model.config.model_type in _LIKE_LLAMA else None
         if stored is None or stored.dtype != torch.bfloat16 or stored.shape != weight.shape:
@@ -124,12 +128,9 @@ def load_in_place(
         return None
     stay = {name for name, each in rows.items() if each.kind in _IN_PLACE and each.stored.ndim == 2}
     from_one = config.model_type.startswith("gemma") and (Path(folder) / INDEX).is_file()
-    state = {
-        name: nothing.expand(len(each.stored), each.inputs)
-        if name in stay
-        else each.dequantize() - float(from_one and name.endswith("norm.weight"))
-        for name, each in rows.items()
-    }
+    state = {name: nothing.expand(len(rows[name].stored), rows[name].inputs) for name in stay}
+    for name in rows.keys() - stay:
+        state[name] = rows[name].dequantize() - float(from_one and name.endswith("norm.weight"))
     loading = {"config": config, "state_dict": state, "dtype": dtype, "attn_implementation": "eager"}
     model: PreTrainedModel = type(empty).from_pretrained(None, **loading)
     model.generation_config = empty.generation_config

@@ -77,6 +77,17 @@ def test_a_folder_that_knows_of_no_scaling_is_indexed_again(
     assert json.loads((folder / "config.json").read_text())["rope_parameters"] == config["rope_parameters"]
 
 
+@pytest.mark.parametrize("content", [b"", b'{"version": 6', b"[]", b"\xff"])
+def test_a_damaged_index_is_made_anew(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    path = write_gguf(tmp_path / "random.gguf", Shape(layers=1), lambda _: "Q8_0")
+    folder = Path(locate(str(path), print))
+    index = (folder / INDEX).read_bytes()
+    (folder / INDEX).write_bytes(content)
+    assert locate(str(folder), print) == folder
+    assert json.loads((folder / INDEX).read_bytes())["tensors"] == json.loads(index)["tensors"]
+
+
 def test_a_file_that_its_user_deletes_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same file system would allow a hard link, which keeps gigabytes in OUTRIDER_HOME."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
