@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +14,12 @@ import structlog
 from outrider.base.config import flags
 from outrider.base.logs import set_up_logs
 from outrider.base.openmp import use_threads
-from outrider.engine.loading.options import EngineOptions, pick_device
+from outrider.engine.loading.options import EngineOptions
 from outrider.engine.mock import MockEngine
 from outrider.engine.tensor_parallel import RankGroup, join_ranks, run_follower
 from outrider.engine.throttled import ThrottledEngine, parse_pace
-from outrider.engine.vllm.compatibility import installed_version
-from outrider.engine.vllm.core import node_rank, run_ranks
+from outrider.engine.vllm.core import node_rank
 from outrider.models.drafter_choice import choose_drafter
-from outrider.models.hub import locate_safetensors
 from outrider.models.tokenizer import save_tokenizer
 from outrider.observability.tracing import Tracing, make_tracing
 from outrider.protocol.errors import StartupError
@@ -32,7 +28,7 @@ from outrider.runtime.worker import run_worker
 from outrider.settings.verifier import VerifierSettings
 from verifier.engine_target import EngineTarget
 from verifier.service import VerifierService
-from verifier.vllm_target import VllmTarget, vllm_options
+from verifier.vllm_target import VllmTarget, follow, runs_on_vllm, vllm_options
 
 if TYPE_CHECKING:
     from outrider.engine.loading.loader import LoadedModel
@@ -75,23 +71,6 @@ def build_on_vllm(
     return VerifierService(target, loaded.vocabulary, files, fitted, loaded.cost, tracing)
 
 
-def runs_on_vllm(settings: VerifierSettings) -> bool:
-    """Return whether vLLM runs the model; raise StartupError for its settings without it."""
-    engine = settings.engine
-    if engine == "vllm":
-        return True
-    device = pick_device(settings.device, engine)
-    if engine == "auto" and device.type == "cuda" and installed_version() is not None:
-        log.info("engine vllm selected, as vLLM is installed", device=str(device), version=installed_version())
-        return True
-    for name in ("pipeline_parallel", "gpu_memory", "max_model_len", "vllm_args", "state_layers"):
-        value, default = getattr(settings, name), VerifierSettings.model_fields[name].default
-        if value != default:
-            message = f"--{name.replace('_', '-')} needs --engine vllm"
-            raise StartupError(message, field=name, value=value, limit=f"{default!r} here")
-    return False
-
-
 def serve(settings: VerifierSettings, rank_group: RankGroup | None = None) -> None:
     use_threads(settings.threads)
     run_worker("verifier", settings, lambda progress: _build_all(settings, progress, rank_group))
@@ -112,18 +91,6 @@ def _build_all(
     (found,) = entry_points(group="outrider.own_drafter")
     drafter = found.load()(settings, settings.own_drafter, settings.target, service.loop, progress)
     return Together(service, drafter, service.auth_interceptor.joined(drafter.auth_interceptor))
-
-
-def follow(settings: VerifierSettings, rank: int) -> None:
-    """Run this machine's processes of a model whose verifier is on another machine."""
-    set_up_logs(settings.log_level, as_json=settings.log_json, service="verifier")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    options = vllm_options(settings)  # refused before a download
-    options = replace(options, model=Path(locate_safetensors(settings.target, log.info)))
-    log.info("running processes of a verifier on another machine", node_rank=rank)
-    run_ranks(options)
-    log.error("a process of the model ended, so this machine's end too", node_rank=rank)
-    sys.exit(1)
 
 
 def run(settings: VerifierSettings) -> None:

@@ -1,10 +1,16 @@
-"""The target on vLLM, which caches and computes; the draws and the acceptance in its workers are Outrider's."""
+"""The target on vLLM, which caches and computes; the draws and the acceptance in its workers are Outrider's.
+
+Here are also the settings with which vLLM runs the model, and the processes of a machine that serves no target itself.
+"""
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +18,13 @@ import structlog
 import torch
 
 from outrider.base.config import KV_TOKENS
+from outrider.base.logs import set_up_logs
 from outrider.engine import StepResult
 from outrider.engine.loading.options import pick_device, pick_dtype
-from outrider.engine.vllm.compatibility import check_installed
-from outrider.engine.vllm.core import CoreOptions, VllmCore
+from outrider.engine.vllm.compatibility import check_installed, installed_version
+from outrider.engine.vllm.core import CoreOptions, VllmCore, run_ranks
 from outrider.engine.vllm.messages import Computed, Opening, PlannedSession
+from outrider.models.hub import locate_safetensors
 from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost, StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.settings.verifier import VerifierSettings
@@ -161,7 +169,36 @@ class _ChainMasks:
         wait(self._started.values())
 
 
-def vllm_options(settings: VerifierSettings, model: Path = Path()) -> CoreOptions:
+def runs_on_vllm(settings: VerifierSettings) -> bool:
+    """Return whether vLLM runs the model; raise StartupError for its settings without it."""
+    engine = settings.engine
+    if engine == "vllm":
+        return True
+    device = pick_device(settings.device, engine)
+    if engine == "auto" and device.type == "cuda" and installed_version() is not None:
+        log.info("engine vllm selected, as vLLM is installed", device=str(device), version=installed_version())
+        return True
+    for name in ("pipeline_parallel", "gpu_memory", "max_model_len", "vllm_args", "state_layers"):
+        value, default = getattr(settings, name), VerifierSettings.model_fields[name].default
+        if value != default:
+            message = f"--{name.replace('_', '-')} needs --engine vllm"
+            raise StartupError(message, field=name, value=value, limit=f"{default!r} here")
+    return False
+
+
+def follow(settings: VerifierSettings, rank: int) -> None:
+    """Run this machine's processes of a model whose verifier is on another machine."""
+    set_up_logs(settings.log_level, as_json=settings.log_json, service="verifier")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    options = vllm_options(settings)  # refused before a download
+    options = replace(options, model=Path(locate_safetensors(settings.target, log.info)))
+    log.info("running processes of a verifier on another machine", node_rank=rank)
+    run_ranks(options)
+    log.error("a process of the model ended, so this machine's end too", node_rank=rank)
+    sys.exit(1)
+
+
+def vllm_options(settings: VerifierSettings) -> CoreOptions:
     """Return the options of vLLM. Raises StartupError for settings that it does not take."""
     check_installed()
     if settings.quantization == "int8":
@@ -171,7 +208,6 @@ def vllm_options(settings: VerifierSettings, model: Path = Path()) -> CoreOption
         raise StartupError(message, field="pipeline_parallel", value=settings.pipeline_parallel, limit="1")
     device = pick_device(settings.device)
     return CoreOptions(
-        model=model,
         dtype=str(pick_dtype(settings.dtype, device)).removeprefix("torch."),
         max_guesses=settings.guess_rows,
         max_sessions=settings.max_sessions,
@@ -188,10 +224,7 @@ def vllm_options(settings: VerifierSettings, model: Path = Path()) -> CoreOption
 
 
 def _layers(given: str) -> tuple[int, ...]:
-    try:
-        layers = tuple(sorted({int(layer) for layer in given.split(",") if layer.strip()}))
-    except ValueError:
-        layers = (0,)
-    if layers and layers[0] < 1:
+    layers = {layer.strip() for layer in given.split(",")} - {""}
+    if not all(layer.isascii() and layer.isdigit() and int(layer) > 0 for layer in layers):
         raise StartupError("no layers", field="state_layers", value=given, limit="numbers from 1 on, as in 2,14,27")
-    return layers
+    return tuple(sorted({int(layer) for layer in layers}))

@@ -84,7 +84,7 @@ def smollm() -> Path:
 @pytest.fixture(scope="module")
 def engines(smollm: Path) -> Any:
     more = "--enforce-eager --max-model-len 2048"
-    ours = VllmCore(CoreOptions(smollm, "float32", 8, MOST, 512, kv_tokens=KV_TOKENS, more=more))
+    ours = VllmCore(CoreOptions("float32", 8, MOST, 512, kv_tokens=KV_TOKENS, more=more, model=smollm))
     # See conftest: the kernels of a second core are those of the first.
     type(import_module("vllm.platforms").current_platform).register_triton_kernel_overrides = lambda *_: None
     plain = Plain(smollm)

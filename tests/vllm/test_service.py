@@ -20,8 +20,7 @@ from outrider.testing.toy_models import make_model
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import Cluster, Output, Process, ask_stories, free_port, generate_resuming, server_info, until
 from tests.vllm.conftest import RUNNER
-from verifier.startup import runs_on_vllm
-from verifier.vllm_target import vllm_options
+from verifier.vllm_target import runs_on_vllm, vllm_options
 
 pytestmark = [
     pytest.mark.timeout(400),

@@ -35,7 +35,6 @@ _ROOM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 4}
 class CoreOptions:
     """Settings of vLLM that Outrider decides."""
 
-    model: Path
     dtype: str
     max_guesses: int
     max_sessions: int
@@ -47,6 +46,7 @@ class CoreOptions:
     max_model_len: int = 0  # 0: the model's context
     layers: tuple[int, ...] = ()  # after which hidden states are handed out
     more: str = ""  # further arguments of `vllm serve`
+    model: Path = Path()  # its folder, once it is located
 
 
 class VllmCore:

@@ -49,7 +49,7 @@ class LoadedCore:
 
 
 def load_core(name: str, options: CoreOptions, progress: Callable[[str], None]) -> LoadedCore:
-    """Start vLLM with the model in `name`, not `options.model`; raise StartupError with the reason and remedy."""
+    """Locate a model and start vLLM with it; raise StartupError with the reason and remedy."""
     path = _folder(locate_safetensors(name, progress))
     if not path.is_dir() or not list(path.glob("*.safetensors")):
         message = f"engine vllm needs a directory with safetensors, {name} is none"

@@ -18,7 +18,8 @@ from outrider.settings.verifier import VerifierSettings
 from tests.conftest import Models
 from tests.emulated_cuda import emulated_cuda
 from verifier.service import VerifierService
-from verifier.startup import _build_all, build, follow, serve
+from verifier.startup import _build_all, build, serve
+from verifier.vllm_target import follow
 
 
 def _built(folder: Path, **given: object) -> VerifierService:
@@ -74,9 +75,9 @@ def test_a_size_has_a_least() -> None:
 
 
 def test_options_are_refused_before_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verifier.startup.locate_safetensors", lambda *_: pytest.fail("downloads"))
+    monkeypatch.setattr("verifier.vllm_target.locate_safetensors", lambda *_: pytest.fail("downloads"))
     monkeypatch.setattr("verifier.vllm_target.check_installed", lambda: None)
-    monkeypatch.setattr("verifier.startup.set_up_logs", lambda *_, **__: None)
+    monkeypatch.setattr("verifier.vllm_target.set_up_logs", lambda *_, **__: None)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(StartupError, match="int8"):
         follow(VerifierSettings(engine="vllm", quantization="int8"), 1)
