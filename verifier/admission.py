@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 
 from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.errors import Fenced, InvalidRequest, OutriderError, Overloaded, PeerLost
@@ -34,13 +33,16 @@ class Admission:
         metrics.bind_gauge(metrics.waiting, lambda: len(self.waiting))
         metrics.bind_gauge(metrics.cache_usage, lambda: self.reserved_tokens / limits.kv_tokens)
 
-    def sessions(self) -> Iterator[VerifySession]:
-        """Iterate over a snapshot of the running and waiting sessions."""
-        return iter([*self.running.values(), *self.waiting])
+    def sessions(self) -> list[VerifySession]:
+        """Return the running and waiting sessions."""
+        return [*self.running.values(), *self.waiting]
+
+    def find(self, session_id: str) -> VerifySession | None:
+        return next((session for session in self.sessions() if session.id == session_id), None)
 
     def open(self, opening: VerifyOpening, guide: GrammarMatcher | None = None) -> VerifySession:
         """Admit a session or queue it; raise if its epoch is old, it can never fit, or the queue is full."""
-        current = next((session for session in self.sessions() if session.id == opening.session_id), None)
+        current = self.find(opening.session_id)
         known = self._epochs.latest(opening.session_id) if current is None else current.epoch
         if opening.epoch < known:
             message = f"session {opening.session_id} is at epoch {known}"
@@ -76,12 +78,14 @@ class Admission:
     def admit_waiting(self) -> None:
         """Move sessions from the queue to the running ones while they fit, in order."""
         while self.waiting and len(self.running) < self._limits.max_sessions:
-            if self.reserved_tokens + self._tokens_to_reserve(session := self.waiting[0]) > self._limits.kv_tokens:
+            session = self.waiting[0]
+            needed = self._tokens_to_reserve(session)
+            if self.reserved_tokens + needed > self._limits.kv_tokens:
                 break
             self.waiting.popleft()
             self._metrics.queued.observe(time.monotonic() - session.opened_at)
             self.running[session.id] = session
-            self.reserved_tokens += self._tokens_to_reserve(session)
+            self.reserved_tokens += needed
 
     def free_closed(self) -> None:
         """Free the KV cache of closed sessions. Not during a step: the target may be computing them."""

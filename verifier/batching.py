@@ -81,42 +81,40 @@ class Batching:
         batch: list[ScheduledSession] = []
         prompts: list[VerifySession] = []
         joining: list[VerifySession] = []  # ready sessions of heavy tenants
-        num_decoding, shared = 0, False
+        num_decoding = 0  # sessions of other tenants, ready or not
         compared = compared_guesses(len(sessions)) if self._times.known else 0
-        next_step_at: float | None = None
+        later: list[float] = []  # times of a next step
         for session in sessions:
             is_prefill = session.num_uncached > 1
             ready_at = now if is_prefill else session.ready_at(now)
             if ready_at > now:
-                next_step_at = ready_at if next_step_at is None else min(ready_at, next_step_at)
+                later.append(ready_at)
             elif session.tenant in heavy:
                 joining.append(session)
             elif is_prefill:
                 prompts.append(session)
             else:
-                shared = shared or session.paying_guesses > 0
                 batch.append(self._decode(session, self._limits.guess_rows, paying=compared))
             num_decoding += not is_prefill and session.tenant not in heavy
-        if prompts or (shared and compared):
+        if compared and any(item.session.paying_guesses for item in batch):
             sessions_in, blocks = [item.session for item in batch], [item.block for item in batch]
-            if shared and compared:
-                blocks = paying_blocks(sessions_in, blocks, num_tokens(batch), self._times.curve())
-            share = PromptShare(self._times, self._limits, num_decoding, sum(each.num_uncached for each in prompts))
-            blocks = share.left(blocks, sum(len(item.pending) for item in batch))
-            batch = [item._replace(block=block) for item, block in zip(batch, blocks, strict=True)]
+            batch = _with_blocks(batch, paying_blocks(sessions_in, blocks, num_tokens(batch), self._times.curve()))
+        if prompts:
+            share = PromptShare(self._times, self._limits, num_decoding, sum([each.num_uncached for each in prompts]))
+            left = share.left([item.block for item in batch], sum([len(item.pending) for item in batch]))
+            batch = _with_blocks(batch, left)
             batch += self._prompt_chunks(prompts, num_tokens(batch), num_decoding)
+        self.waiting = 0
         if heavy:
             joined = self._join(joining, num_tokens(batch), now)
             begun = {item.session for item in joined}
             self.waiting = sum(session.num_uncached > 1 and session not in begun for session in joining)
             batch += joined
             if joining and not batch:
-                poll_at = now + _CREDIT_POLL_S
-                next_step_at = poll_at if next_step_at is None else min(next_step_at, poll_at)
+                later.append(now + _CREDIT_POLL_S)
         else:
-            self.waiting = 0
             self._shares.reset(now)
-        return batch, None if next_step_at is None else max(0.0, next_step_at - now)
+        return batch, max(0.0, min(later) - now) if later else None
 
     def record(self, batch: Sequence[ScheduledSession], step_ms: float) -> None:
         """Record a step's time."""
@@ -167,6 +165,10 @@ class Batching:
             no_guess = Guess(len(session.committed), 0, 0, ())
             chunks.append(ScheduledSession.of(session, chunk, no_guess, verifies=is_last))
         return chunks
+
+
+def _with_blocks(batch: Sequence[ScheduledSession], blocks: Sequence[Guess]) -> list[ScheduledSession]:
+    return [item._replace(block=block) for item, block in zip(batch, blocks, strict=True)]
 
 
 def num_tokens(batch: Sequence[ScheduledSession]) -> int:

@@ -15,6 +15,7 @@ from functools import partial
 
 import structlog
 
+from outrider.base.decayed_mean import DecayedMean
 from outrider.base.step_loop import Step, StepLoop, StepThread
 from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
@@ -35,8 +36,6 @@ from verifier.target import SessionResult, TargetFailed, VerifyStep, VerifyTarge
 
 log = structlog.get_logger(__name__)
 
-_SMOOTHING = 0.1
-
 
 class VerificationLoop(StepLoop):
     """Verification of all sessions in shared steps."""
@@ -52,7 +51,7 @@ class VerificationLoop(StepLoop):
         self._kept_states = KeptStates()
         self._admission = Admission(target, limits, metrics)
         self._batching = Batching(limits, self._times, chain=not target.verifies_trees)
-        self._step_ms = 0.0
+        self._step_ms = DecayedMean(0.1, 0.0)
         self._draining = False
         metrics.bind_gauge(metrics.cache_idle, lambda: target.evictable_tokens / limits.kv_tokens)
 
@@ -75,8 +74,8 @@ class VerificationLoop(StepLoop):
 
     def link(self, session_id: str, epoch: int, source: int, take: TakeVerdict) -> TakeGuess | None:
         """Join a drafter in this process to a session, as VerifierBeside says."""
-        found = (each for each in self._admission.sessions() if (each.id, each.epoch) == (session_id, epoch))
-        if (session := next(found, None)) is None:
+        session = self._admission.find(session_id)
+        if session is None or session.epoch != epoch:
             return None
         session.direct = take
         take(Verdict(0, tuple(session.committed), 0, TokenKind.NONE, hidden_states=session.hidden_states.newest()))
@@ -105,7 +104,7 @@ class VerificationLoop(StepLoop):
 
     @property
     def busy(self) -> bool:
-        return any(True for _ in self._admission.sessions())
+        return bool(self._admission.sessions())
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(
@@ -113,7 +112,7 @@ class VerificationLoop(StepLoop):
             waiting=len(self._admission.waiting) + self._batching.waiting,
             kv_tokens_used=self._admission.reserved_tokens,
             kv_tokens_total=self._limits.kv_tokens,
-            step_ms=self._step_ms,
+            step_ms=self._step_ms.value,
             cost=self._times.curve(),
             kv_tokens_idle=self._target.evictable_tokens,
         )
@@ -166,7 +165,7 @@ class VerificationLoop(StepLoop):
     def _commit(self, batch: Sequence[ScheduledSession], step: VerifyStep, started: float) -> None:
         """Record a step, commit its tokens and send its verdicts."""
         batch_tokens = num_tokens(batch)
-        self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
+        self._step_ms.add(step.step_us / 1000)
         self._metrics.step_s.observe(step.step_us / 1e6)
         self._metrics.forward_s.observe(step.forward_us / 1e6)
         self._metrics.batch.observe(len(batch))
