@@ -61,7 +61,8 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         self.loop = VerificationLoop(target, limits, self._metrics, cost)
         self._grammars = GrammarCompiler(self._tokenizer, target.info.eos_token_ids)
         self.projections = target.projections
-        about = self.projections.describe(WorkerInfo("", Role.VERIFIER, "", info, "target"))
+        about = WorkerInfo("", Role.VERIFIER, "", info, "target")
+        about = replace(about, state_layers=self.projections.num_layers, state_width=self.projections.width)
         call = (self.Verify, pb.VerifyRequest.FromString)
         super().__init__(settings, about, vocabulary, self.loop, self._metrics, tracing, *call)
 

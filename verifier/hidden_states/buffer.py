@@ -35,20 +35,22 @@ class HiddenStateBuffer:
     def begin(self, cached: int) -> None:
         """Take the states of the first `cached` tokens, which will not be computed, from those kept."""
         assert self.blocks is not None, "it follows the kept ones"
-        for spec in self.specs if cached % BLOCK_TOKENS == 0 else ():
+        if cached % BLOCK_TOKENS:
+            return  # vLLM's blocks may have another size
+        for spec in self.specs:
             if found := self.blocks.find(spec, self._first, cached):
                 self._parts[spec.number] = cached, [torch.cat(found)[-(cached - self._first) :]]
 
     def newest(self) -> HiddenStates | None:
         """Return the newest final states, of those sent or to be sent, for a drafter that begins now."""
         end, rows = self.blocks.newest(FINAL_STATES, PROMPT_WINDOW) if self.blocks else (0, [])
-        return _message(FINAL_STATES, end, torch.cat(rows)[-PROMPT_WINDOW:], _MAX_VERDICT_BYTES) if rows else None
+        return message_of(FINAL_STATES, end, torch.cat(rows)[-PROMPT_WINDOW:], _MAX_VERDICT_BYTES) if rows else None
 
     def steer(self, final: bool | None = None, others: StateSpecs | None = None) -> None:
         """Send the final states or no longer, and these others; None: as before."""
-        finals = [FINAL_STATES] * final if final is not None else [spec for spec in self.specs if not spec.number]
+        final = FINAL_STATES in self.specs if final is None else final
         beside = [spec for spec in self.specs if spec.number] if others is None else others.specs
-        self._send((*finals, *beside))
+        self._send((FINAL_STATES, *beside) if final else tuple(beside))
 
     def refuse(self, check: Callable[[StateSpec], None]) -> list[InvalidRequest]:
         """Send no longer what `check` raises an error for; return the errors."""
@@ -74,13 +76,14 @@ class HiddenStateBuffer:
         for spec in self.specs:
             if (rows := states.get(spec.number)) is None:
                 continue
+            start = end - len(rows)
             if self.blocks is not None:
-                self.blocks.keep(spec, end - len(rows), rows, new)
-            if (early := self._first - (end - len(rows))) > 0:
-                rows = rows[early:].clone()  # not a view of the whole prompt
+                self.blocks.keep(spec, start, rows, new)
+            if start < self._first:
+                rows, start = rows[self._first - start :].clone(), self._first  # not a view of the whole prompt
             if len(rows):
                 known_end, parts = self._parts.get(spec.number, (0, []))
-                follows = known_end == end - len(rows)  # otherwise there is a gap
+                follows = known_end == start  # otherwise there is a gap
                 self._parts[spec.number] = end, [*parts, rows] if follows else [rows]
 
     def take(
@@ -93,7 +96,7 @@ class HiddenStateBuffer:
         self.add(end, {number: rows[: len(rows) - cut] for number, rows in states.items()}, new)
         parts, self._parts = self._parts, {}
         return {
-            spec.number: _message(spec, end, torch.cat(parts[spec.number][1]), _MAX_VERDICT_BYTES // len(self.specs))
+            spec.number: message_of(spec, end, torch.cat(parts[spec.number][1]), _MAX_VERDICT_BYTES // len(self.specs))
             for spec in self.specs
             if spec.number in states and spec.number in parts
         }
@@ -105,8 +108,8 @@ class HiddenStateBuffer:
         self._parts = {spec.number: self._parts[spec.number] for spec in specs if spec.number in self._parts}
 
 
-def _message(spec: StateSpec, end: int, rows: torch.Tensor, max_bytes: int) -> HiddenStates:
-    """Return the last rows, as many as the bytes allow."""
+def message_of(spec: StateSpec, end: int, rows: torch.Tensor, max_bytes: int) -> HiddenStates:
+    """Return the last of the rows before position `end`, as many as the bytes allow."""
     rows = rows[-max(1, max_bytes // rows[0].nbytes) :]
     width = rows.shape[-1] - spec.float8  # a row of float8 has a byte more
     return HiddenStates(end - len(rows), width, rows.numpy().tobytes(), spec.number, spec.float8)

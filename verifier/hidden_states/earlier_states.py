@@ -16,7 +16,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.hidden_states.earlier_states import EarlierStates
 from outrider.protocol.hidden_states.messages import MAX_HIDDEN_POSITIONS, HiddenStates
 from outrider.v1 import common_pb2 as common
-from verifier.hidden_states.buffer import HiddenStateBuffer
+from verifier.hidden_states.buffer import HiddenStateBuffer, message_of
 
 PIECE_BYTES = 192 << 10  # less than a stream's window: a verdict behind a piece need not wait for room
 MAX_QUEUED = 128  # replies before a request: more than those with which a session stalls
@@ -41,6 +41,4 @@ def earlier_states(buffer: HiddenStateBuffer, asked: EarlierStates) -> common.Hi
     count = max(1, min(PIECE_BYTES // found[0][0].nbytes, MAX_HIDDEN_POSITIONS, asked.end - start))
     needed = found[(start - first) // BLOCK_TOKENS : -(-(start - first + count) // BLOCK_TOKENS)]
     rows = torch.cat(needed)[(start - first) % BLOCK_TOKENS :][:count]
-    width = rows.shape[-1] - spec.float8  # a row of float8 has a byte more
-    states = HiddenStates(start, width, rows.numpy().tobytes(), spec.number, spec.float8)
-    return convert.hidden_states_to_proto(states)
+    return convert.hidden_states_to_proto(message_of(spec, start + len(rows), rows, PIECE_BYTES))

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 
 import structlog
 import torch
@@ -15,7 +14,6 @@ from outrider.base.aio import Call, first_message
 from outrider.hidden_states.projection import MAX_BYTES, Projection
 from outrider.protocol import convert
 from outrider.protocol.errors import Expired, InvalidRequest, Overloaded
-from outrider.protocol.fleet import WorkerInfo
 from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as pb
@@ -40,9 +38,6 @@ class Projections:
         self._device = device
         self._held: dict[str, Projection] = {}
         self._receiving = asyncio.Lock()  # the memory of one projection at a time
-
-    def describe(self, about: WorkerInfo) -> WorkerInfo:
-        return replace(about, state_layers=self.num_layers, state_width=self.width)
 
     def check(self, spec: StateSpec) -> None:
         """Raise InvalidRequest for states that the target does not have, or for an unknown projection."""
