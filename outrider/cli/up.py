@@ -146,7 +146,8 @@ def up(
             name = "outrider" if shutil.which("outrider") else own
             say(escape(f'try: {name} generate{at} "The capital of France is"\nCtrl-C stops'))
             if running.state is not None:
-                kept = ["sessions"] * (not redis_url()) + ["keys for further workers"] * (not fleet_key)
+                there = (("sessions", not redis_url()), ("keys for further workers", not fleet_key))
+                kept = [what for what, is_kept in there if is_kept]
                 until = "" if running.state.kept else " until this ends"
                 say(f"{' and '.join(kept) or 'files'} are in {escape(str(running.state.folder))}{until}")
             if api_keys:

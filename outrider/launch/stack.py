@@ -97,8 +97,8 @@ class Child:
     address: str = ""
     http_address: str = ""
     ports: dict[str, str] = field(default_factory=dict)  # by flag, which it keeps when it is restarted
-    pause_s: float = _RESTART_S / 2  # between its last restart and the next one
-    restart_at: float = 0.0  # not before, by the monotonic clock
+    restarted_at: float = float("-inf")  # by the monotonic clock
+    pause_s: float = 0.0  # between that and the next restart
     ready: threading.Event = field(default_factory=threading.Event)
     process: subprocess.Popen[str] | None = None
 
@@ -144,23 +144,24 @@ class Stack:
 
     def wait_registered(self, tick: Callable[[Stack], None]) -> None:
         """Wait until every worker is registered."""
-        with_own = [1 + bool(getattr(each.settings, "own_drafter", "")) for each in workers(self.plan, self.endpoints)]
-        refuse_equal_targets(self.wait_workers(self.endpoints[0], sum(with_own), tick))
+        wanted = sum(1 + bool(getattr(each.settings, "own_drafter", "")) for each in workers(self.plan, self.endpoints))
+        refuse_equal_targets(self.wait_workers(self.endpoints[0], wanted, tick))
 
     def wait_workers(self, address: str, wanted: int, tick: Callable[[Stack], None]) -> Sequence[WorkerInfo]:
         """Wait until so many of our workers, not of a stack that died, are registered; return them."""
-        words = [word for child in self.children for word in (child.address, *child.command)]  # of --advertise too
-        ours = {word.rpartition(":")[2].strip() for word in words}  # ports: a worker at 0.0.0.0 registers by its name
+        # By port: a worker at 0.0.0.0 registers by its name. Commands have the ports of --advertise.
+        words = [word for child in self.children for word in (child.address, *child.command)]
+        our_ports = {word.rpartition(":")[2].strip() for word in words}
         fit_by = time.monotonic() + _FIT_S
         with Client([address], api_key=self.access.key, tls=self.access.tls) as client:
             while True:
                 self._raise_for_dead()
                 with contextlib.suppress(PeerLost, Unavailable, Expired):  # it is starting, or this machine is busy
-                    workers = [each for each in client.server().workers if each.address.rpartition(":")[2] in ours]
-                    if len(workers) >= wanted:
-                        return workers
+                    found = [it for it in client.server().workers if it.address.rpartition(":")[2] in our_ports]
+                    if len(found) >= wanted:
+                        return found
                     refused = [child for child in self.children if child.state.startswith(_REFUSED)]
-                    if len(workers) + sum(1 + ("--own-drafter" in each.command) for each in refused) < wanted:
+                    if len(found) + sum(1 + ("--own-drafter" in each.command) for each in refused) < wanted:
                         fit_by = time.monotonic() + _FIT_S
                     elif time.monotonic() > fit_by:
                         raise StartupError(f"{refused[0].name} is {refused[0].state}")
@@ -170,12 +171,12 @@ class Stack:
     def restart_dead(self) -> list[Child]:
         """Restart dead processes and return them; the pauses of one that dies again and again grow."""
         now = time.monotonic()
-        dead = [child for child in self._dead() if now >= child.restart_at]
+        dead = [child for child in self._dead() if now >= child.restarted_at + child.pause_s]
         for child in dead:
             child.state = f"died {_way_of(child.process)}, restarting"
-            again = now < child.restart_at - child.pause_s + 4 * _MAX_RESTART_S
+            again = now < child.restarted_at + 4 * _MAX_RESTART_S
             child.pause_s = min(2 * child.pause_s, _MAX_RESTART_S) if again else _RESTART_S
-            child.restart_at = now + child.pause_s
+            child.restarted_at = now
             with contextlib.suppress(OSError, RuntimeError):  # no memory, thread or room: again after the pause
                 self._launch(child)
         return dead
@@ -298,7 +299,7 @@ def coordinators(plan: LaunchPlan, redis: str) -> list[ServiceSpec]:
     own |= {"api_keys": plan.api_keys, "open_metrics": plan.open_metrics}
     own |= {"default_model": plan.name if plan.others else ""}
     first = {"port": plan.port, "http_port": plan.http_port}
-    ports = [{name: port + (port > 0) * i for name, port in first.items()} for i in range(plan.coordinators)]
+    ports = [{name: port + i if port > 0 else port for name, port in first.items()} for i in range(plan.coordinators)]
     return make_services("coordinator", [own | each for each in ports], plan.overrides)
 
 
