@@ -62,7 +62,7 @@ def load_model(
     with contextlib.nullcontext() if rank_group is None else rank_group.rank_0_first():
         path = (locate if rank_group is None else locate_safetensors)(name, progress)
         if rank_group is not None:
-            rank_group.check_model(name, {"pretrained_model_name_or_path": str(path)})
+            rank_group.check_model(name, path)
     progress(f"loading {name}")
     with startup_errors(name):
         tokenizer = read_tokenizer(path)

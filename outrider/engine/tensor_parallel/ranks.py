@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import structlog
@@ -74,12 +75,12 @@ class RankGroup:
 
         return {"distributed_config": DistributedConfig(tp_size=self.size, tp_plan="auto")}
 
-    def check_model(self, name: str, source: dict[str, Any]) -> None:
+    def check_model(self, name: str, path: Path | str) -> None:
         """Raise StartupError for a model that cannot be split over this many ranks."""
-        try:
-            from transformers import AutoConfig
+        from transformers import AutoConfig  # here, too
 
-            config = AutoConfig.from_pretrained(**source).get_text_config()
+        try:
+            config = AutoConfig.from_pretrained(path).get_text_config()
         except (OSError, ValueError, KeyError):
             return  # loading fails with the reason
         if not config.base_model_tp_plan:
@@ -90,8 +91,7 @@ class RankGroup:
             heads = getattr(config, field, None)
             if isinstance(heads, int) and heads % self.size:
                 message = f"tensor_parallel is {self.size}, must divide the {heads} {field} of {name}"
-                limit = f"a divisor of {heads}"
-                raise StartupError(message, field="tensor_parallel", value=self.size, limit=limit)
+                raise StartupError(message, field="tensor_parallel", value=self.size, limit=f"a divisor of {heads}")
 
     def broadcast(self, commands: Sequence[Command]) -> None:
         """Send commands from rank 0 to all others."""

@@ -178,12 +178,12 @@ def test_torchrun_must_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_models_that_cannot_be_split_are_named(tmp_path: Path) -> None:
     rank_group = RankGroup(1, 4, torch.device("cpu"), "")
-    heads = {"pretrained_model_name_or_path": str(make_model(tmp_path / "heads", seed=1))}
+    heads = make_model(tmp_path / "heads", seed=1)
     with pytest.raises(StartupError, match="tensor_parallel is 4, must divide the 2 num_key_value_heads of heads"):
         rank_group.check_model("heads", heads)
     OPTConfig().save_pretrained(tmp_path / "plan")
     with pytest.raises(StartupError, match="no plan to split opt models: tensor_parallel is 4, must be 1"):
-        rank_group.check_model("plan", {"pretrained_model_name_or_path": str(tmp_path / "plan")})
+        rank_group.check_model("plan", tmp_path / "plan")
 
 
 def test_a_step_is_not_late_by_a_pause_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
