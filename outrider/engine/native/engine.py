@@ -37,7 +37,7 @@ _LAYER_NORMS = ("attention_in", "attention_out", "mlp_in", "mlp_out", "query", "
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _SAME = ("hidden", "heads", "kv_heads", "head_dim", "inner", "rotated", "gated", "parallel", "softcap")
 _C = structures()
-_Draws = tuple[float, Sequence[int]]  # of the tokens of a chain: temperature, and the key of each one's noise
+_Draws = tuple[float, Sequence[int]]  # of a chain's tokens: temperature, and the key of each one's noise
 _COMPARED_ROWS = 4
 _compared: set[int] = set()  # block formats, in this process
 
@@ -90,9 +90,10 @@ class NativeEngine(PagedEngine):
 
     @property
     def arithmetic(self) -> str:
-        cache = ["bfloat16 cache" + " in tiles 1" * self._model.tiled_cache] * (self.cache_dtype == torch.bfloat16)
-        products = (_NAMES[kind] for kind in sorted(self._used - {_FLOATS}))
-        return kernel_arithmetic(self._library.outrider_arithmetic(), *products, *cache)
+        parts = [_NAMES[kind] for kind in sorted(self._used - {_FLOATS})]
+        if self.cache_dtype == torch.bfloat16:
+            parts.append("bfloat16 cache in tiles 1" if self._model.tiled_cache else "bfloat16 cache")
+        return kernel_arithmetic(self._library.outrider_arithmetic(), *parts)
 
     def use_cache(self, dtype: torch.dtype) -> None:
         """Replace the cache, which no session may use, by an empty one of float32 or bfloat16."""
@@ -114,15 +115,13 @@ class NativeEngine(PagedEngine):
 
     def prepare_chain(self, inputs: torch.Tensor, mix: torch.Tensor, ids: torch.Tensor) -> Any:
         """Return what `chain` needs: tokens' parts of its input, the linear map of the state, and ids of columns."""
-        address = _address(self._referenced, inputs.float())
         head = self._model.head
         if self._library.outrider_guesses(ctypes.byref(head)):
             sizes = {"inputs": head.inputs, "outputs": head.outputs, "bias": head.bias, "kind": KINDS["int4"]}
             self._model.rough = self._take(_C.Linear(**sizes, arithmetic=_INTEGERS), 0)
             self._library.outrider_make_rough(ctypes.byref(self._model), self._threads)
-        return _C.Chain(
-            mix=self._linear(specs.Linear(mix), self._weights), inputs=address, ids=_address(self._referenced, ids)
-        )
+        parts = {"inputs": self._address(inputs.float()), "ids": self._address(ids)}
+        return _C.Chain(mix=self._linear(specs.Linear(mix), self._weights), **parts)
 
     @torch.inference_mode()
     def chain(
@@ -133,13 +132,13 @@ class NativeEngine(PagedEngine):
         Return the columns of `count` further tokens, and the results from the last given token on. `states` are the
         hidden states before the given tokens. The columns are guesses: logits of unlikely ones are rough.
         """
-        given, states = len(tokens), states.contiguous()
+        given, states, (temperature, keys) = len(tokens), states.contiguous(), draws
         assert states.shape == (given, self._spec.hidden), "the kernels read a state before each given token"
         rows = given + count - 1
         columns = (ctypes.c_int32 * (rows + 1))(*tokens)
-        noise = (ctypes.c_uint64 * len(draws[1]))(*draws[1])
+        noise = (ctypes.c_uint64 * len(keys))(*keys)
         chain.given, chain.states, chain.columns = given, states.data_ptr(), ctypes.addressof(columns)
-        chain.temperature, chain.keys = draws[0], ctypes.addressof(noise)
+        chain.temperature, chain.keys = temperature, ctypes.addressof(noise)
         inputs, last = torch.empty(rows, self._spec.hidden), given - 1
         new = SessionTokens(session, range(rows), logits_from=last, hidden_from=last, input_embeddings=inputs)
         step = self._schedule([new])
@@ -202,7 +201,7 @@ class NativeEngine(PagedEngine):
         for segment in step.segments:
             tables.append(len(numbers))
             numbers.extend([*segment.blocks, *(position - segment.base for position in segment.positions)])
-        segments, args, (start, _) = (_C.Segment * len(tables))(), self._step, numbers.buffer_info()
+        segments, args, start = (_C.Segment * len(tables))(), self._step, numbers.buffer_info()[0]
         for to, segment, table in zip(segments, step.segments, tables, strict=True):
             to.start, to.count, to.base, to.table = segment.start, segment.count, segment.base, start + 4 * table
             if segment.mask is not None:
@@ -242,13 +241,16 @@ class NativeEngine(PagedEngine):
         sources = linear.quantized or (rows_of(linear.weight),)
         kind, data = sources[0].kind, ctypes.c_void_p(sources[0].stored.data_ptr())
         made = _C.Linear(inputs=inputs, outputs=outputs, kind=KINDS[weights])
-        made.bias = _address(self._referenced, None if linear.bias is None else linear.bias.float())
+        made.bias = self._address(None if linear.bias is None else linear.bias.float())
         if weights == "int8":
-            made.scales = _address(self._referenced, torch.empty(outputs))
-        if weights == "float32" and self._tiles and kind in NUMBERS.values():
-            made.kind = KINDS["bfloat16"] * self._library.outrider_are_bfloat16(kind, data, outputs, inputs)
-        blocks = weights in ("int8", "int4") or (weights == "float32" and kind not in NUMBERS.values())
-        made.arithmetic = _INTEGERS if self._fast and blocks else _TILES if self._tiles and made.kind else _FLOATS
+            made.scales = self._address(torch.empty(outputs))
+        in_blocks = weights in ("int8", "int4")
+        if weights == "float32":  # as they are
+            in_blocks = kind not in NUMBERS.values()
+            exact = self._tiles and not in_blocks  # whether they may be in bfloat16, which tiles read
+            if exact and self._library.outrider_are_bfloat16(kind, data, outputs, inputs):
+                made.kind = KINDS["bfloat16"]
+        made.arithmetic = _INTEGERS if self._fast and in_blocks else _TILES if self._tiles and made.kind else _FLOATS
         self._take(made, kind)
         self._used.add(made.arithmetic)
         self.reduced = self.reduced and made.kind > 0
@@ -265,14 +267,21 @@ class NativeEngine(PagedEngine):
     def _take(self, linear: Any, kind: int) -> Any:
         """Take memory for weights that come in a format of ggml. Return the linear map."""
         size = self._library.outrider_packed_size(kind, ctypes.byref(linear))
-        linear.weights = _address(self._referenced, self._memory.take((size,), torch.uint8))
+        linear.weights = self._address(self._memory.take((size,), torch.uint8))
         return linear
 
     def _norm(self, norm: specs.Norm | None) -> Any:
         if norm is None:
             return _C.Norm()
-        vectors = {name: _address(self._referenced, getattr(norm, name)) for name in ("weight", "bias")}
+        vectors = {"weight": self._address(norm.weight), "bias": self._address(norm.bias)}
         return _C.Norm(eps=norm.eps, kind=_NORMS[norm.kind], **vectors)
+
+    def _address(self, tensor: torch.Tensor | None) -> int | None:
+        """Return a tensor's address, and keep the tensor alive."""
+        if tensor is None:
+            return None
+        self._referenced.append(tensor.contiguous())
+        return int(self._referenced[-1].data_ptr())
 
 
 def dequantize(quantized: QuantizedRows, ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -316,11 +325,3 @@ class _MappedMemory:
         tensor = self._mapping[self._used : self._used + size].view(dtype).view(shape)
         self._used += -(-size // _LINE) * _LINE
         return tensor
-
-
-def _address(referenced: list[Any], tensor: torch.Tensor | None) -> int | None:
-    """Return a tensor's address, and keep the tensor alive in `referenced`."""
-    if tensor is None:
-        return None
-    referenced.append(tensor.contiguous())
-    return int(referenced[-1].data_ptr())
