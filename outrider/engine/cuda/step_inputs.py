@@ -72,8 +72,8 @@ class StepLayout:
         pages = np.array([len(segment.blocks) for segment in segments])
         self.pages = np.array(list(chain.from_iterable(segment.blocks for segment in segments)))
         first_page = _before(pages)
-        of = np.repeat(np.arange(len(segments)), counts)
-        index = bases[of] + np.arange(len(of)) - _before(counts)[of]
+        of = np.repeat(np.arange(len(segments)), counts)  # each token's segment
+        index = bases[of] + _within(of)
         slots = self.pages[first_page[of] + index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
         self.tokens, self.outputs = np.array([step.ids, step.positions, slots]), np.array(step.outputs, np.int64)
         masks = [segment.mask for segment in segments]
@@ -84,22 +84,22 @@ class StepLayout:
 
         many = counts > FEW_TOKENS
         rows = np.where(many, blocks[True].rows, blocks[False].rows)
-        of = np.repeat(np.arange(len(segments)), -(-counts // rows))
-        first = _within(of) * rows[of]
-        live = np.minimum(rows[of], counts[of] - first)
+        of = np.repeat(np.arange(len(segments)), -(-counts // rows))  # each query block's segment
+        first = _within(of) * rows[of]  # of its tokens, in the segment
+        live = np.minimum(rows[of], counts[of] - first)  # number of its tokens
         columns = (_before(counts)[of] + first, first, live, bases[of], counts[of], first_page[of], first_link[of])
         self.lanes = np.stack((*columns, live), axis=1)
-        ends = bases[of] + np.where(tree[of], counts[of], first + live)
-        ranges = np.where(many[of], 0, np.searchsorted(_RANGES, ends))
+        ends = bases[of] + np.where(tree[of], counts[of], first + live)  # of the context that it reads
+        ranges = np.where(many[of], 0, np.searchsorted(_RANGES, ends))  # number of those that it reads
         first_part = _before(ranges * live)
-        lane = np.repeat(np.arange(len(of)), ranges)
-        which = _within(lane)
-        highs = np.minimum(np.append(_RANGES, 1 << _LONGEST)[which + 1], ends[lane])
-        self.items = np.stack((lane, _RANGES[which], highs, first_part[lane] + which * live[lane]), axis=1)
-        lane = np.flatnonzero(many[of])
-        self.whole_items = np.stack((lane, 0 * lane, ends[lane], lane), axis=1)
-        lane = np.repeat(np.arange(len(of)), live)
-        self.joins = np.stack((first_part[lane] + _within(lane), live[lane], ranges[lane]), axis=1)
+        block = np.repeat(np.arange(len(of)), ranges)  # each item's query block
+        which = _within(block)
+        highs = np.minimum(np.append(_RANGES, 1 << _LONGEST)[which + 1], ends[block])
+        self.items = np.stack((block, _RANGES[which], highs, first_part[block] + which * live[block]), axis=1)
+        block = np.flatnonzero(many[of])
+        self.whole_items = np.stack((block, 0 * block, ends[block], block), axis=1)
+        block = np.repeat(np.arange(len(of)), live)  # each token's query block
+        self.joins = np.stack((first_part[block] + _within(block), live[block], ranges[block]), axis=1)
         self.sizes = InputSizes(
             len(step.ids),
             len(self.items),
