@@ -250,12 +250,19 @@ def _reserve(config: Any, kv_tokens: int) -> None:
     recent = (getattr(text, "sliding_window", None) or longest) + config.scheduler_config.max_num_batched_tokens
     # A token has a block in each group of layers, all of equal size. Those with windows keep recent ones, and a part.
     kinds = Counter(getattr(text, "layer_types", None) or ["full_attention"])
-    needed = {kind: 1 - (-min(recent, longest) // block) for kind in kinds} | {"full_attention": -(-longest // block)}
-    groups = {kind: -(-count // min(kinds.values())) for kind, count in kinds.items()}
-    blocks = 1 + max(-(-kv_tokens // block), sum(number * needed[kind] for kind, number in groups.items()))
+    needed = {kind: 1 + _parts(min(recent, longest), block) for kind in kinds}
+    needed["full_attention"] = _parts(longest, block)
+    groups = {kind: _parts(count, min(kinds.values())) for kind, count in kinds.items()}
+    of_longest = sum(number * needed[kind] for kind, number in groups.items())
+    blocks = 1 + max(_parts(kv_tokens, block), of_longest)  # one is vLLM's own
     config.cache_config.num_gpu_blocks_override = blocks
     if current_platform.is_cpu():
         model, parallel = config.model_config, config.parallel_config
-        layers = -(-model.get_num_layers(parallel) // sum(groups.values()))  # of a group, and thus of a block
+        layers = _parts(model.get_num_layers(parallel), sum(groups.values()))  # of a group, and thus of a block
         values = 2 * layers * model.get_num_kv_heads(parallel) * model.get_head_size()
         config.cache_config.kv_cache_memory_bytes = blocks * block * values * model.dtype.itemsize
+
+
+def _parts(whole: int, size: int) -> int:
+    """Return the number of parts of a size, the last one maybe smaller."""
+    return -(-whole // size)
