@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outrider.engine.paged.block_manager import BLOCK_TOKENS
+from outrider.engine.paged.block_manager import BLOCK_TOKENS, blocks_for
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.hidden_states.earlier_states import EarlierStates
@@ -31,7 +31,7 @@ def queue_request(outbox: asyncio.Queue[Any], asked: EarlierStates) -> None:
 
 def earlier_states(buffer: HiddenStateBuffer, asked: EarlierStates) -> common.HiddenStates:
     """Return the first rows of the longest kept run that reaches the asked end, as many as a piece has."""
-    end = -(-asked.end // BLOCK_TOKENS) * BLOCK_TOKENS
+    end = blocks_for(asked.end) * BLOCK_TOKENS
     spec = next((spec for spec in buffer.specs if spec.number == asked.number and end <= len(buffer.tokens)), None)
     found = [] if spec is None or buffer.blocks is None else buffer.blocks.find(spec, asked.position, end)
     if spec is None or not found:
@@ -39,6 +39,6 @@ def earlier_states(buffer: HiddenStateBuffer, asked: EarlierStates) -> common.Hi
     first = end - sum(map(len, found))
     start = max(first, asked.position)
     count = max(1, min(PIECE_BYTES // found[0][0].nbytes, MAX_HIDDEN_POSITIONS, asked.end - start))
-    needed = found[(start - first) // BLOCK_TOKENS : -(-(start - first + count) // BLOCK_TOKENS)]
+    needed = found[(start - first) // BLOCK_TOKENS : blocks_for(start - first + count)]
     rows = torch.cat(needed)[(start - first) % BLOCK_TOKENS :][:count]
     return convert.hidden_states_to_proto(message_of(spec, start + len(rows), rows, PIECE_BYTES))

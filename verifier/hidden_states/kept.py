@@ -13,7 +13,7 @@ from itertools import takewhile
 
 import torch
 
-from outrider.engine.paged.block_manager import BLOCK_TOKENS
+from outrider.engine.paged.block_manager import BLOCK_TOKENS, blocks_for
 from outrider.protocol.hidden_states.messages import StateSpec
 
 MAX_KEPT_BYTES = 256 << 20
@@ -83,11 +83,12 @@ class StateBlocks:
         parts.append(rows)
         if end // BLOCK_TOKENS > first // BLOCK_TOKENS:
             self._extend(end, new)
-            joined, aligned = torch.cat(parts), -(-first // BLOCK_TOKENS) * BLOCK_TOKENS
-            for at in range(aligned, end - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-                key = self._digests[at // BLOCK_TOKENS + 1], replace(spec, number=0)
-                self._kept.put(key, joined[at - first : at - first + BLOCK_TOKENS])
-            rest = max(aligned, end // BLOCK_TOKENS * BLOCK_TOKENS)
+            joined = torch.cat(parts)
+            first_whole, first_open = blocks_for(first), end // BLOCK_TOKENS
+            for block in range(first_whole, first_open):
+                at = block * BLOCK_TOKENS - first
+                self._kept.put((self._digests[block + 1], replace(spec, number=0)), joined[at : at + BLOCK_TOKENS])
+            rest = max(first_whole, first_open) * BLOCK_TOKENS
             first, parts = rest, [joined[rest - first :].clone()]  # not a view of more
         self._open[spec.number] = first, parts
 
