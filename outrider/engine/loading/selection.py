@@ -112,8 +112,7 @@ def _select(candidate: _Candidate) -> tuple[str, PagedEngine]:
         except (UnsupportedModel, NoCompiler) as reason:
             if wanted != "auto":
                 message = f"engine {wanted} cannot run {candidate.info.name}: {reason}"
-                limit = "auto or transformers here"
-                raise StartupError(message, field="engine", value=wanted, limit=limit) from reason
+                raise StartupError(message, field="engine", value=wanted, limit="auto or transformers here") from reason
             progress(f"engine {name} not usable, running through transformers, slower: {reason}")
             if any(hasattr(weight, "quantized") for weight in candidate.model.parameters()):
                 raise  # it does not read blocks
@@ -231,14 +230,19 @@ def startup_errors(name: str, architecture: str = "") -> Iterator[None]:
     except StartupError:
         raise
     except Exception as error:
-        problem = f"{name} cannot be served, {architecture} is not a model that Outrider can run"
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+        text = str(error)
+        if not architecture:  # while it is loaded
+            problem = f"cannot load model {name!r}"
+            if "the backend tokenizer" in text:
+                problem += ", it has no tokenizer, copy its tokenizer.json too"
+            elif isinstance(error, SafetensorError | JSONDecodeError | FileNotFoundError) or "valid JSON" in text:
+                problem += ", a file of it may not be read, is damaged or missing, copy or download it again"
+        elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in text:
             problem = f"there is not enough memory for {name} and its KV cache, --kv-tokens"
-        damaged = isinstance(error, SafetensorError | JSONDecodeError | FileNotFoundError) or "valid JSON" in str(error)
-        told = ", a file of it may not be read, is damaged or missing, copy or download it again" if damaged else ""
-        told = ", it has no tokenizer, copy its tokenizer.json too" if "the backend tokenizer" in str(error) else told
-        problem = f"{problem if architecture else f'cannot load model {name!r}{told}'}: {error_text(error)}"
-        raise StartupError(problem, field="target", value=name, limit="see docs/targets.md") from error
+        else:
+            problem = f"{name} cannot be served, {architecture} is not a model that Outrider can run"
+        message = f"{problem}: {error_text(error)}"
+        raise StartupError(message, field="target", value=name, limit="see docs/targets.md") from error
 
 
 def error_text(error: Exception) -> str:
