@@ -62,7 +62,7 @@ class RegistrationClient:
     async def _report_to(self, address: str) -> None:
         async with self.access().aio_channel(address) as channel:
             call: Any = rpc.RegistryStub(channel).Register()  # type: ignore[call-arg]
-            heartbeat: asyncio.Task[None] | None = None
+            heartbeats: list[asyncio.Task[None]] = []  # one, once the worker is registered
             try:
                 await call.write(self._worker())
                 while (reply := await call.read()) is not grpc.aio.EOF:  # `async for` keeps an open call in a cycle
@@ -71,16 +71,15 @@ class RegistrationClient:
                     if reply.WhichOneof("message") == "send_vocabulary":
                         async for part in self._vocabulary_chunks():
                             await call.write(part)
-                    elif heartbeat is None:
+                    elif not heartbeats:
                         log.info("registered", coordinator=address)
                         if self._last_errors:
                             report_progress("registered")  # in place of the error
                         self._last_errors.clear()
-                        heartbeat = asyncio.create_task(
-                            self._heartbeat(call, max(_MIN_HEARTBEAT_MS, reply.heartbeat_ms) / 1000)
-                        )
+                        seconds = max(_MIN_HEARTBEAT_MS, reply.heartbeat_ms) / 1000
+                        heartbeats.append(asyncio.create_task(self._heartbeat(call, seconds)))
             finally:
-                await cancel_all([heartbeat] if heartbeat is not None else [])
+                await cancel_all(heartbeats)
                 call.cancel()
 
     async def _heartbeat(self, call: Any, seconds: float) -> None:
