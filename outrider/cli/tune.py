@@ -16,10 +16,7 @@ _PAYS = 1.05
 
 def tune(
     target: Annotated[str, option("--target", "The target: a directory, a .gguf file, a hub id.")] = "default",
-    prompts: Annotated[
-        Path | None,
-        option("--prompts", "JSON lines with `prompt`. Default: the held-out prompts of the included list."),
-    ] = None,
+    prompts: Annotated[Path | None, option("--prompts", "JSON lines with `prompt`. Default: held-out ones.")] = None,
     num_prompts: Annotated[int, option("--num-prompts", "Number of prompts.", min=1)] = 20,
     max_tokens: Annotated[int, option("--max-tokens", "Maximum length of an answer.", min=8)] = 96,
     gamma_max: Annotated[int, option("--gamma-max", "Maximum number of tokens guessed ahead.", min=1, max=16)] = 6,

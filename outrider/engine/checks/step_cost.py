@@ -16,9 +16,9 @@ _CONTEXT = 128
 _ROUNDS = 2  # and one on a GPU that captures graphs
 _BUDGET_S = (2.0, 6.0)  # on a CPU and on a GPU: a large model gets fewer rounds, so that its start is not delayed
 _FEW = 16  # tokens of the context if they alone take _LONG_MS
-_LONG_MS = 300.0  # nothing is measured after so many tokens as the last of TOKENS that take as long,
-_PROPORTIONAL = 1.7  # nor after more of them that take as many times as long as half of them: the slope is known.
-_TOO_LONG_MS = 1000.0  # Where it is known from 8 tokens or more, nothing is measured after a step as long.
+_LONG_MS = 300.0  # nothing is measured after a step of max(TOKENS) tokens or more that takes as long
+_PROPORTIONAL = 1.7  # times as long as half of the tokens: the slope is known, after more than max(TOKENS) for good
+_TOO_LONG_MS = 1000.0  # with a known slope, nothing is measured after a step of 8 tokens or more that takes as long
 
 
 def measure_cost(engine: Engine) -> CostCurve:
