@@ -184,6 +184,8 @@ def test_models_that_cannot_be_split_are_named(tmp_path: Path) -> None:
     OPTConfig().save_pretrained(tmp_path / "plan")
     with pytest.raises(StartupError, match="no plan to split opt models: tensor_parallel is 4, must be 1"):
         rank_group.check_model("plan", tmp_path / "plan")
+    (tmp_path / "plan" / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": "x"}))
+    rank_group.check_model("plan", tmp_path / "plan")  # loading it fails with the reason
 
 
 def test_a_step_is_not_late_by_a_pause_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
