@@ -1,5 +1,5 @@
-/* Attention over keys and values in pages, as floats or rounded to bfloat16. The largest score comes before the sums, and sums go key by key in order, so
- * masked keys between others change nothing (trees). */
+/* Attention over keys and values in pages, as floats or rounded to bfloat16. The largest score comes before the sums, and
+ * sums go key by key in order, so masked keys between others change nothing (trees). */
 
 #include "tasks.h"
 

@@ -2,7 +2,7 @@
  *
  * Queries and weights (e^(score − peak)) are sums of two bfloat16 numbers each. A score adds both parts times 32
  * dimensions of the key, block after block. A row's output adds both parts of its weights times the values of 32
- * positions, aligned, block after block. To add is what tiles.c says. The sum of the weights has 16 lanes by position,
+ * positions, aligned, block after block. Tiles add as tiles.c says. The sum of the weights has 16 lanes by position,
  * which are added at the end. All of it goes by a row's own positions: where a tree's nodes are in other slots, their
  * scores and values are gathered first, so a guess has the bits of the token that it becomes. A query is a row of the
  * tiles, and its bits depend on no other one. Masked weights are 0 and add nothing. So queries of several sessions go

@@ -247,8 +247,7 @@ class NativeEngine(PagedEngine):
         in_blocks = weights in ("int8", "int4")
         if weights == "float32":  # as they are
             in_blocks = kind not in NUMBERS.values()
-            exact = self._tiles and not in_blocks  # whether they may be in bfloat16, which tiles read
-            if exact and self._library.outrider_are_bfloat16(kind, data, outputs, inputs):
+            if self._tiles and not in_blocks and self._library.outrider_are_bfloat16(kind, data, outputs, inputs):
                 made.kind = KINDS["bfloat16"]
         made.arithmetic = _INTEGERS if self._fast and in_blocks else _TILES if self._tiles and made.kind else _FLOATS
         self._take(made, kind)

@@ -3,7 +3,8 @@
 
 #include "formats.h"
 
-enum { GGML_F32 = 0, GGML_F16 = 1, GGML_BF16 = 30, GGML_Q4_0 = 2, GGML_Q4_1 = 3, GGML_Q8_0 = 8, GGML_Q4_K = 12, GGML_Q5_K = 13, GGML_Q6_K = 14 };
+enum { GGML_F32 = 0, GGML_F16 = 1, GGML_BF16 = 30 };
+enum { GGML_Q4_0 = 2, GGML_Q4_1 = 3, GGML_Q8_0 = 8, GGML_Q4_K = 12, GGML_Q5_K = 13, GGML_Q6_K = 14 };
 
 /* Of 32 inputs of one output: quants, and the numbers of its unit. */
 typedef struct {

@@ -8,7 +8,7 @@
  * The operations are also the same for every vector width (vectors.h).
  *
  * Plain C with GCC's vector types: AVX-512, AVX2 and NEON come from -march.
- * build.py compiles the files, and engine.py calls the functions below.
+ * build.py compiles the files, and engine.py calls the functions with names of outrider_.
  */
 
 #include "tasks.h"
@@ -66,7 +66,7 @@ int outrider_page(void) { return PAGE; }
 static long larger_of(long a, long b) { return a > b ? a : b; }
 
 /* Lays out the scratch memory of a step, and returns how many numbers it has. */
-static long lay_out(const Model *model, Step *step) {
+int64_t outrider_scratch(const Model *model, Step *step) {
     long rows = step->rows, longest = 0, at = 0, heads = (long)model->heads * model->head_dim;
     long mixed = heads + 2l * model->kv_heads * model->head_dim, inner = (long)model->inner * (model->gated ? 2 : 1);
     int widest = (int)larger_of(larger_of(model->hidden, heads), model->inner);
@@ -95,10 +95,8 @@ static long lay_out(const Model *model, Step *step) {
     return at;
 }
 
-int64_t outrider_scratch(const Model *model, Step *step) { return lay_out(model, step); }
-
 int outrider_forward(Model *model, Step *step) {
-    lay_out(model, step);
+    outrider_scratch(model, step);
     Pace *pace = pace_of(model, step->rows);
     int num_tasks, threads = pace ? outrider_pace_threads(pace, step->threads) : step->threads;
     double began = omp_get_wtime();

@@ -46,15 +46,17 @@ void outrider_pace_record(Pace *pace, int threads, float seconds) {
         if (pace->slow == SLOW) pace->at = pace->pause;
         return;
     }
-    *(tries(step) ? &pace->other : &pace->own) += seconds < LONGEST * pace->usual ? seconds : LONGEST * pace->usual;
+    float *sum = tries(step) ? &pace->other : &pace->own;
+    *sum += seconds < LONGEST * pace->usual ? seconds : LONGEST * pace->usual;
     if (++step % (2 * TURN)) return; /* not yet as many of both */
     int steps = pace->pause / 16 > FEWEST ? pace->pause / 16 : FEWEST;
     int clear = pace->own > CLEAR * pace->other || pace->other > CLEAR * pace->own;
     if (step < (clear ? CLEAREST : steps)) return;
-    int gained = pace->other < GAIN * pace->own, longer = 2 * pace->pause;
-    int halvings = pace->halvings + (gained ? pace->trial : 0), trial = gained ? pace->trial : -pace->trial;
+    int halvings = pace->halvings, trial = -pace->trial, pause = 2 * pace->pause;
+    int gained = pace->other < GAIN * pace->own;
+    if (gained) halvings += pace->trial, trial = pace->trial, pause = clear ? FIRST_PAUSE : pace->pause;
     *pace = (Pace){.halvings = halvings,
                    .trial = possible(halvings + trial, threads) ? trial : -trial,
-                   .pause = gained ? (clear ? FIRST_PAUSE : pace->pause) : longer < LONGEST_PAUSE ? longer : LONGEST_PAUSE,
+                   .pause = pause < LONGEST_PAUSE ? pause : LONGEST_PAUSE,
                    .usual = 2 * (gained ? pace->other : pace->own) / step};
 }

@@ -155,7 +155,6 @@ static void product_panel(const Linear *linear, int panel, const float *x, int r
 
 /* y[rows][outputs] (+)= x[rows][inputs] · weights. */
 void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step) {
-    int panels = (linear->outputs + PANEL - 1) / PANEL;
     if (linear->arithmetic == IN_INTEGERS && !step->exact) {
         const int vnni = has_vnni();
         if (step->guesses && linear->kind == NIBBLES && rows <= OWN_ROWS)
@@ -170,6 +169,7 @@ void product(const Linear *linear, const float *x, int rows, float *y, long y_st
         product_tiles(linear, x, rows, y, y_stride, add, step);
         return;
     }
+    int panels = (linear->outputs + PANEL - 1) / PANEL;
 #pragma omp for schedule(static) nowait
     for (int panel = 0; panel < panels; panel++) {
         float out[SLICE * PANEL];

@@ -65,18 +65,15 @@ static int pitch_of(int columns) { return columns <= 2 ? columns : columns <= 4 
 
 /* A block of inputs of `count` rows as two tiles: [2 parts][16 pairs of inputs][pitch]. */
 INLINE void prepare_block(const float *x, int inputs, int k, int count, const int pitch, char *to) {
-    __m512i parts[2][COLUMNS];
+    __m512i parts[2][COLUMNS], of_row[2];
     int left = inputs - k;
     __mmask16 first = (__mmask16)(left < 16 ? (1 << left) - 1 : 0xffff);
     __mmask16 second = (__mmask16)(left < 32 ? left < 16 ? 0 : (1 << (left - 16)) - 1 : 0xffff);
 #pragma GCC unroll 16
     for (int r = 0; r < pitch; r++) {
         const float *row = x + (long)(r < count ? r : 0) * inputs + k;
-        __m512 low = _mm512_maskz_loadu_ps(first, row), high = _mm512_maskz_loadu_ps(second, row + 16);
-        parts[0][r] = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-        low -= widen(_mm512_castsi512_si256(parts[0][r]));
-        high -= widen(_mm512_extracti64x4_epi64(parts[0][r], 1));
-        parts[1][r] = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        split(_mm512_maskz_loadu_ps(first, row), _mm512_maskz_loadu_ps(second, row + 16), of_row);
+        parts[0][r] = of_row[0], parts[1][r] = of_row[1];
     }
 #pragma GCC unroll 2
     for (int p = 0; p < 2; p++) {
