@@ -27,6 +27,7 @@ _SIZES |= {"expert_shared_feed_forward_length": "shared_expert_intermediate_size
 _SIZES |= {"attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping"}
 _SIZES |= {"final_logit_softcapping": "final_logit_softcapping", "attention.key_length": "head_dim"}
 _SAMPLED = {"temp": "temperature", "penalty_repeat": "repetition_penalty"} | {n: n for n in ("top_k", "top_p", "min_p")}
+_ADDED = (gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED)  # kinds of tokens: special ones, and those of users
 _TURN_ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"}  # ends for llama.cpp, too
 # By kind of `tokenizer.ggml.pre`: what cuts a text into words, one rule after the other, as llama.cpp has them.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -91,7 +92,9 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
     fields = {name.removeprefix("tokenizer.ggml."): field for name, field in reader.fields.items()}
     architecture, made = fields["general.architecture"].contents(), found.backend_tokenizer
     in_bytes, add_bos = fields["model"].contents() == "gpt2", found.add_bos_token
-    kind = fields["pre"].contents() if "pre" in fields else "qwen2" if architecture == "qwen2" else "default"
+    kind = "qwen2" if architecture == "qwen2" else "default"
+    if "pre" in fields:
+        kind = fields["pre"].contents()
     is_qwen = in_bytes and _RULES.get(kind) == _RULES["qwen2"]
     if architecture == "qwen2" and not is_qwen:  # transformers gives it these splits whenever it is loaded
         raise StartupError.of("tokenizer.ggml.pre", kind, "qwen2 in a model of this architecture")
@@ -115,11 +118,10 @@ def _tokenizer_of(folder: Path, reader: gguf.GGUFReader) -> Any:
         made = Tokenizer.from_str(json.dumps(parts))
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     last = fields["tokens"].contents(-1)  # as transformers reads an id of -1
-    kept = {it: getattr(found, it) for it in names}
-    kept = {it: token for it, token in kept.items() if token != last or f"{names[it]}_token_id" in fields}
+    kept = {it: getattr(found, it) for it in names if getattr(found, it) != last or f"{names[it]}_token_id" in fields}
     kept |= {"tokenizer_object": made, "add_bos_token": add_bos, "add_eos_token": found.add_eos_token}
-    named = {name[24:]: it.contents() for name, it in fields.items() if name.startswith("tokenizer.chat_template.")}
-    default = found.chat_template
+    prefix, default = "tokenizer.chat_template.", found.chat_template
+    named = {name.removeprefix(prefix): it.contents() for name, it in fields.items() if name.startswith(prefix)}
     kept["chat_template"] = {"default": default, **named} if named and default else default
     return transformers.PreTrainedTokenizerFast(**kept)  # others split in their own way whenever they are loaded
 
@@ -132,14 +134,14 @@ def _byte_level(found: Any, fields: Mapping[str, Any], types: Sequence[int], kin
         splits = pre_tokenizers.Sequence([*apart, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     elif isinstance(splits, pre_tokenizers.ByteLevel):
         raise StartupError.of("tokenizer.ggml.pre", kind, "one that is known: load the model's safetensors instead")
-    # A token with letters beyond those of bytes is spelled anew there and can replace another. Added ones (3, 4) stay.
+    # A token with letters beyond those of bytes is spelled anew there and can replace another. Added ones stay.
     spelled = {at: token for token, at in found.get_vocab().items()}
-    vocab = {token if types[at] in (3, 4) else spelled.get(at, token): at for at, token in enumerate(tokens)}
+    vocab = {token if types[at] in _ADDED else spelled.get(at, token): at for at, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in fields["merges"].contents()]
     made = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind in _WHOLE_WORDS))
     made.pre_tokenizer, made.decoder = splits, decoders.ByteLevel()
-    for add, added in ((made.add_special_tokens, 3), (made.add_tokens, 4)):  # control tokens, and those of users
-        add([AddedToken(token, normalized=False) for token, each in zip(tokens, types, strict=True) if each == added])
+    for add, kind_of in zip((made.add_special_tokens, made.add_tokens), _ADDED, strict=True):
+        add([AddedToken(token, normalized=False) for token, each in zip(tokens, types, strict=True) if each == kind_of])
     return made
 
 
