@@ -149,9 +149,8 @@ class Stack:
 
     def wait_workers(self, address: str, wanted: int, tick: Callable[[Stack], None]) -> Sequence[WorkerInfo]:
         """Wait until so many of our workers, not of a stack that died, are registered; return them."""
-        # By port: a worker at 0.0.0.0 registers by its name. Commands have the ports of --advertise.
-        words = [word for child in self.children for word in (child.address, *child.command)]
-        our_ports = {word.rpartition(":")[2].strip() for word in words}
+        words = [word for child in self.children for word in (child.address, *child.command)]  # of --advertise too
+        our_ports = {word.rpartition(":")[2].strip() for word in words}  # a worker at 0.0.0.0 registers by its name
         fit_by = time.monotonic() + _FIT_S
         with Client([address], api_key=self.access.key, tls=self.access.tls) as client:
             while True:
