@@ -152,8 +152,8 @@ class VerificationLoop(StepLoop):
         for session in self._admission.sessions():
             self.close(session, Unavailable("this verifier is shutting down"))
         self.thread.stop()
-        self._target.close()
         self._admission.free_closed()
+        self._target.close()
 
     def _fail(self, error: TargetFailed) -> None:
         """Close all sessions, so that they continue on another verifier."""

@@ -186,7 +186,6 @@ class VerifySession:
         self.tree.commit(verdict.tokens)
         if self.history is not None:
             self.history.append(verdict.tokens)
-        self.waiting_since = time.monotonic()
         self.has_committed = True
         self.pace.add(len(verdict.tokens))
         verdict.remaining_depth = self.tree.depth

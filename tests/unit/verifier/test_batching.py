@@ -76,8 +76,8 @@ def test_no_session_of_a_key_with_many_waits_as_long_as_a_verifier_that_is_lost(
         batching.record(batch, ms)
         for item in batch:
             item.session.cache_length += len(item.pending)
+            item.session.waiting_since = clock.now
             if not item.verifies:
-                item.session.waiting_since = clock.now
                 continue
             item.session.commit(Verdict(item.session.cache_length, (1,), 0, TokenKind.PLAIN))
             item.session.outbox.get_nowait()
