@@ -117,4 +117,4 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> t
     named = (getattr(part, "eos_token_id", None) for part in parts)
     first: Any = next((ends for ends in named if ends not in (None, [])), [])
     ends = {tokenizer.eos_token_id, *(first if isinstance(first, list) else [first])}
-    return tuple(sorted(end for end in ends if end in range(len(model.get_output_embeddings().weight))))
+    return tuple(sorted(int(end) for end in ends if end in range(len(model.get_output_embeddings().weight))))

@@ -26,6 +26,7 @@ END = 256  # of the tokenizer
         (None, {"eos_token_id": 9}, (9, END)),
         (None, {"eos_token_id": 50256}, (END,)),  # GPT-2's own, in a small vocabulary
         (None, {"eos_token_id": None}, (END,)),
+        ({"eos_token_id": [7.0, 7.5, "8"]}, {}, (7, END)),
         ({"eos_token_id": [-1, 7]}, {}, (7, END)),  # no number of a token: it cannot be sent to a coordinator
     ],
 )
@@ -42,6 +43,7 @@ def test_texts_end_where_transformers_ends_them(
         (made / "generation_config.json").write_text(json.dumps(generation))
     loaded = load_model(str(made), EngineOptions(device="cpu", kv_tokens=256))
     assert loaded.engine.info.eos_token_ids == ends
+    assert convert.model_from_proto(convert.model_to_proto(loaded.engine.info)).eos_token_ids == ends
 
 
 @pytest.mark.parametrize(
