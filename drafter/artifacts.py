@@ -26,4 +26,7 @@ def read_trained(
     matrices = read_embeddings_and_head(settings.target, progress)
     card.check_target(folder, settings.target, matrices.digest)
     device = EngineOptions.of(settings).selected_device
-    return from_weights(card.shape, weights, matrices.on(device)).eval().to(device), card.info(folder, weights)
+    matrices = matrices.on(device)
+    with cards.reading(folder):
+        module = from_weights(card.shape, weights, matrices)
+    return module.eval().to(device), card.info(folder, weights)

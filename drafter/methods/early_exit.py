@@ -26,14 +26,15 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDra
     head_ids = read_vocabulary(settings.draft_vocabulary) if settings.draft_vocabulary else None
     options = replace(EngineOptions.of(settings), layers=int(settings.model), head_ids=head_ids)
     loaded = load_model(settings.target, options, progress)
-    return ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, head_ids)
+    return ModelDrafter(loaded, settings.draft_candidates, head_ids)
 
 
 def _trained(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDrafter:
     folder = cards.locate(settings.model, METHOD)
     card, weights = cards.load(folder, METHOD)
-    ids = tuple(weights.pop("ids").tolist())
-    layers = card.shape["exit_layers"] + card.shape["layers"]
+    with cards.reading(folder):
+        ids = tuple(weights.pop("ids").tolist())
+        layers = int(card.shape["exit_layers"] + card.shape["layers"])
 
     def load_weights(model: PreTrainedModel) -> None:
         parameters = dict(model.named_parameters())
@@ -47,4 +48,4 @@ def _trained(settings: DrafterSettings, progress: Callable[[str], None]) -> Mode
     except (KeyError, RuntimeError) as error:
         message = f"drafter {folder} was trained for {card.target} and does not fit {settings.target}: {error}"
         raise StartupError(message, field="target", value=settings.target, limit=card.target) from error
-    return ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, ids, card.target_lineage)
+    return ModelDrafter(loaded, settings.draft_candidates, ids, card.target_lineage)

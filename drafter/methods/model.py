@@ -19,7 +19,7 @@ from drafter.draft_sampling import next_token, token_choices
 from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
 from drafter.tree_builder import Choice, TreeBuilder
-from outrider.engine import Engine, SessionTokens
+from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import LoadedModel, load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import Overloaded, StartupError
@@ -33,16 +33,14 @@ log = structlog.get_logger(__name__)
 _PREFILL_TOKENS = 512
 _TELL_S = 10.0  # from one line about a full KV cache to the next: there may be one a step
 
-TokenPath = tuple[int, ...]  # guessed tokens after the committed position
-
 
 @dataclass(slots=True)
 class _KnownChoices:
-    """Choices after a session's open guesses, by path; they stay valid whatever else is guessed."""
+    """Choices after a session's open guesses, by the guessed tokens; they stay valid whatever else is guessed."""
 
     committed: int
     branches: int
-    choices: dict[TokenPath, list[Choice]] = field(default_factory=dict)
+    choices: dict[tuple[int, ...], list[Choice]] = field(default_factory=dict)
 
     def advance(self, request: DraftRequest) -> None:
         """Drop the choices that newly committed tokens contradict; shorten the other paths."""
@@ -58,22 +56,17 @@ class ModelDrafter:
     needs_hidden_states = False
 
     def __init__(
-        self,
-        engine: Engine,
-        vocabulary: Vocabulary,
-        candidates: int,
-        head_ids: Sequence[int] | None = None,
-        target_digest: str = "",
+        self, loaded: LoadedModel, candidates: int, head_ids: Sequence[int] | None = None, target_digest: str = ""
     ) -> None:
+        self._engine = engine = loaded.engine
         self.info = replace(engine.info, target_digest=target_digest)
-        self._engine = engine
         self._candidates = candidates
         # The token ids of the engine's logits, if they cover only part of the vocabulary.
         self._columns = None if head_ids is None else torch.tensor(head_ids, device=engine.device)
         self._cached: dict[str, list[int]] = {}  # least recently drafted first
         self._known: dict[str, _KnownChoices] = {}
         self._computed_nodes: dict[str, list[int]] = {}  # by session: open guesses that this step computes
-        self.vocabulary: Vocabulary | None = vocabulary
+        self.vocabulary: Vocabulary | None = loaded.vocabulary
         self._tell_at = 0.0  # of a full KV cache, again
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
@@ -132,8 +125,9 @@ class ModelDrafter:
         known = self._known.setdefault(request.session, _KnownChoices(request.committed, request.branches))
         known.advance(request)
         tokens, parents = self._known_ids(request, request.open_guess.tokens), request.open_guess.shape.parents
-        needed = (path_to(at, parents) for at, it in enumerate(request.open_guess.paths[1:]) if it not in known.choices)
-        nodes = self._computed_nodes[request.session] = sorted(set[int]().union(*needed))
+        unknown = [node for node, path in enumerate(request.open_guess.paths[1:]) if path not in known.choices]
+        nodes = sorted({each for node in unknown for each in path_to(node, parents)})
+        self._computed_nodes[request.session] = nodes
         last = len(new) - 1
         index = {node: at for at, node in enumerate(nodes, start=len(new))}
         return SessionTokens(
@@ -146,16 +140,18 @@ class ModelDrafter:
     def _result(self, request: DraftRequest, computed: SessionTokens, logits: torch.Tensor) -> Guess:
         """Record what the step has cached; draft from its logits."""
         cached = self._cached[request.session]
-        chain = range(computed.logits_from + 1 if computed.parents else len(computed.tokens))
-        if computed.parents:
-            self._engine.compact(request.session, len(cached), chain)
-        cached.extend(computed.tokens[: len(chain)])
+        num_new = computed.logits_from + 1 if computed.parents else len(computed.tokens)
+        if computed.parents:  # nothing of the tree stays
+            self._engine.compact(request.session, len(cached), range(num_new))
+        cached.extend(computed.tokens[:num_new])
         if not len(logits):
             return request.chain()  # the prefill is not complete: call again
         if request.branches > 1:
             return self._draft_level(request, logits)
+        if not request.room:
+            return request.chain(done=True)
         choice = next_token(request, logits, request.tokens, self._candidates, self._columns)
-        return request.chain(done=True) if choice is None or not request.room else request.chain([choice[0]], choice[1])
+        return request.chain(done=True) if choice is None else request.chain([choice[0]], choice[1])
 
     def _draft_level(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
         """Add the likeliest choices after all open guesses, up to a level's share of the budget, from these logits."""
@@ -196,7 +192,7 @@ def load(settings: DrafterSettings, progress: Callable[[str], None]) -> tuple[Mo
     loaded = load_model(settings.model, replace(EngineOptions.of(settings), head_ids=head_ids), progress)
     folder = Path(settings.model).expanduser()  # a shell leaves the ~ of model:~/folder
     target_digest = cards.read_card(folder).target_lineage if cards.is_trained(settings.model) else ""
-    return ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, head_ids, target_digest), loaded
+    return ModelDrafter(loaded, settings.draft_candidates, head_ids, target_digest), loaded
 
 
 def read_vocabulary(path: str) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ from outrider.train.methods.published_markov import MARKOV_HEADS
 from outrider.train.published.method import FORMATS, MODEL, DsparkMethod, Eagle3Method, TrainedCheckpoint, state_layers
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 20, 120  # one in 20 of the user's prompts is held out
+_Begun = tuple[Card, dict[str, torch.Tensor]]  # a trained eagle to continue from
 METHODS = ("eagle", *FORMATS, "medusa", "early-exit", "distill")
 
 
@@ -109,18 +110,12 @@ def train(order: TrainingOrder, watcher: Watcher) -> Card:
 def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     device = pick_device(order.device)
     prompts, held_out = _prompts(order.prompts)
-    if order.start:  # for this target: told before it writes texts
-        card, _ = cards.load(cards.locate(order.start, order.method), order.method)
-        digest = read_embeddings_and_head(order.target, watcher.on_status).digest
-        card.check_target(Path(order.start), order.target, digest)
-        if order.layers not in (0, started := card.shape["layers"]):
-            raise StartupError.of("layers", order.layers, f"{started}, as {order.start} has, or absent")
-    if (order := replace(order, layers=order.layers or 1)).method == "early-exit":  # likewise
-        with startup_errors(order.target), torch.device("meta"):
-            config = AutoConfig.from_pretrained(locate(order.target, watcher.on_status), trust_remote_code=False)
-            shortened(empty_model(config), exit_layers=order.exit_layers, layers=order.layers)
+    begun = _begun(order, watcher) if order.start else None
+    order = replace(order, layers=order.layers or 1)
+    if order.method == "early-exit":
+        _check_exit(order, watcher)
     info, recipe, examples, held_out_examples = _data(order, prompts, held_out, watcher)
-    target_weights, method = _method(order, device, examples, info.vocab_size, watcher)
+    target_weights, method = _method(order, device, examples, begun, watcher)
     if order.restart:
         (order.out / loop.CHECKPOINT).unlink(missing_ok=True)
     identity = {"method": order.method, "shape": method.shape, "recipe": asdict(recipe), "unroll": order.unroll}
@@ -173,6 +168,26 @@ def _prompts(file: Path | None) -> tuple[list[TrainingPrompt], list[TrainingProm
     return others, held_out
 
 
+def _begun(order: TrainingOrder, watcher: Watcher) -> _Begun:
+    """Return the drafter to continue from. Raise StartupError unless it is whole and for this target and shape."""
+    folder = cards.locate(order.start, order.method)
+    card, weights = cards.load(folder, order.method)
+    target_weights = read_embeddings_and_head(order.target, watcher.on_status)
+    card.check_target(folder, order.target, target_weights.digest)
+    with cards.reading(folder):
+        layers = Eagle.from_weights(card.shape, weights, target_weights).shape.layers
+    if order.layers not in (0, layers):
+        raise StartupError.of("layers", order.layers, f"{layers}, as {order.start} has, or absent")
+    return card, weights
+
+
+def _check_exit(order: TrainingOrder, watcher: Watcher) -> None:
+    """Raise StartupError for a target that has no such early exit, before texts are written."""
+    with startup_errors(order.target), torch.device("meta"):
+        config = AutoConfig.from_pretrained(locate(order.target, watcher.on_status), trust_remote_code=False)
+        shortened(empty_model(config), exit_layers=order.exit_layers, layers=order.layers)
+
+
 def _data(
     order: TrainingOrder, prompts: Sequence[TrainingPrompt], held_out: Sequence[TrainingPrompt], watcher: Watcher
 ) -> tuple[ModelInfo, DataRecipe, list[Example], dict[str, list[Example]]]:
@@ -194,26 +209,27 @@ def _data(
 
 
 def _method(
-    order: TrainingOrder, device: torch.device, examples: Sequence[Example], vocab_size: int, watcher: Watcher
+    order: TrainingOrder, device: torch.device, examples: Sequence[Example], begun: _Begun | None, watcher: Watcher
 ) -> tuple[EmbeddingsAndHead, Method]:
     watcher.on_status("preparing the drafter")
     torch.manual_seed(order.seed)
     model = load_whole(order.target, locate_safetensors(order.target, watcher.on_status))
     target_weights = EmbeddingsAndHead.of(model).on(device)
+    vocab_size = len(target_weights.head)
     num_ids = vocab_size if order.method == "distill" else order.num_ids  # it is served as an ordinary model
-    begun = cards.load(cards.locate(order.start, order.method), order.method) if order.start else None
-    ids = frequent_ids(examples, num_ids, vocab_size, begun[1]["ids"].tolist() if begun else ()).to(device)
+    known = () if begun is None else begun[1]["ids"].tolist()
+    ids = frequent_ids(examples, num_ids, vocab_size, known).to(device)
     method = _make(order, TrainingInputs(model, target_weights, ids, examples), begun)
     method.module.to(device)
     return target_weights, method
 
 
-def _make(order: TrainingOrder, inputs: TrainingInputs, begun: tuple[Card, dict[str, torch.Tensor]] | None) -> Method:
+def _make(order: TrainingOrder, inputs: TrainingInputs, begun: _Begun | None) -> Method:
     if order.method == "eagle":
         start = None
-        if begun:
+        if begun is not None:
             card, weights = begun
-            start = Eagle.from_weights(card.shape, {**weights, "ids": inputs.ids}, inputs.target_weights)
+            start = Eagle.from_weights(card.shape, weights | {"ids": inputs.ids}, inputs.target_weights)
         return EagleMethod(inputs, layers=order.layers, steps=order.unroll, start=start)
     if order.method == "eagle3":
         return Eagle3Method(inputs, layers=order.layers, steps=order.unroll)

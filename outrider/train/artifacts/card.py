@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from outrider.base.atomic_files import atomic_write
@@ -94,10 +94,8 @@ def load(folder: Path, method: str) -> tuple[Card, dict[str, torch.Tensor]]:
     card = read_card(folder)
     if card.method != method:
         raise StartupError.of("kind", method, card.method, f", the kind of the drafter in {folder}")
-    try:
+    with reading(folder):
         return card, load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise _damaged(folder, error) from error
 
 
 def read_card(folder: Path) -> Card:
@@ -105,15 +103,18 @@ def read_card(folder: Path) -> Card:
     if not (folder / CARD).is_file():
         message = f"{folder} holds no trained drafter: no {CARD}"
         raise StartupError(message, field="model", value=str(folder), limit=_MADE)
-    try:
+    with reading(folder):
         card = Card(**json.loads((folder / CARD).read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise _damaged(folder, error) from error
     if card.format != _FORMAT:
         raise StartupError(f"{folder} has format {card.format}, this version reads {_FORMAT}: train it again")
     return card
 
 
-def _damaged(folder: Path, error: Exception) -> StartupError:
-    message = f"the drafter in {folder} is damaged ({error}); train or download it again"
-    return StartupError(message, field="model", value=str(folder))
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Raise StartupError for any error inside: a card and weights that do not fit each other can fail anywhere."""
+    try:
+        yield
+    except Exception as error:
+        message = f"the drafter in {folder} is damaged ({type(error).__name__}: {error}); train or download it again"
+        raise StartupError(message, field="model", value=str(folder)) from error

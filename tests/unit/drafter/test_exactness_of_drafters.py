@@ -23,6 +23,8 @@ from drafter.methods.model import ModelDrafter
 from drafter.methods.suffix import SuffixDrafter
 from drafter.session import DraftOpening, DraftSession
 from outrider.engine import SessionTokens, StepResult
+from outrider.engine.loading.loader import LoadedModel
+from outrider.protocol.cost_curve import UNKNOWN_COST
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import DraftSteering, Guess
@@ -32,6 +34,7 @@ from outrider.speculation.acceptance import Outcome, RandomSource, SeededNoise
 from outrider.speculation.exponential_race import coupled_draws
 from outrider.speculation.tree import GuessTree, Node
 from outrider.speculation.verification import SessionSampling
+from outrider.testing.toy_models import byte_tokenizer
 from tests.unit.outrider.speculation.rules import verify
 from tests.unit.outrider.speculation.test_exactness import (
     EXACT,
@@ -379,7 +382,8 @@ LOGITS = TARGET.log()
 
 
 def model(table: torch.Tensor, clock: Clock) -> ModelDrafter:
-    return ModelDrafter(TableEngine("table", table, clock, COST_S), SPOKEN, candidates=64)
+    engine: Any = TableEngine("table", table, clock, COST_S)
+    return ModelDrafter(LoadedModel(engine, byte_tokenizer(), SPOKEN, UNKNOWN_COST), candidates=64)
 
 
 def watched(kind: type[GuessTree]) -> type[GuessTree]:

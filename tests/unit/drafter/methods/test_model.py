@@ -49,7 +49,7 @@ def plain(models: Models) -> LlamaForCausalLM:
 
 
 def drafter_of(loaded: LoadedModel) -> ModelDrafter:
-    return ModelDrafter(loaded.engine, loaded.vocabulary, 24)
+    return ModelDrafter(loaded, 24)
 
 
 def session_of(tokens: list[int], gamma: int, branches: int, **params) -> DraftSession:
