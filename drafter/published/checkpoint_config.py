@@ -42,7 +42,7 @@ class CheckpointConfig:
             raise self.wrong(name, value, "an object")
         return CheckpointConfig(self.folder, value or {})
 
-    def having(self, **values: Any) -> CheckpointConfig:
+    def having(self, /, **values: Any) -> CheckpointConfig:
         """Return this object with other values."""
         return CheckpointConfig(self.folder, {**self.values, **values})
 

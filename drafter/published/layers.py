@@ -46,6 +46,9 @@ class DecoderShape:
             config.must_be("layer_types", None)
         kind = config.text("model_type", "llama")
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+        kv_heads = config.integer("num_key_value_heads", heads, at_most=heads)
+        if heads % kv_heads:
+            raise config.wrong("num_key_value_heads", kv_heads, f"a divisor of {heads} heads")
         head_dim = config.integer("head_dim", max(1, hidden // heads))
         qkv_bias = kind in _BIASED or config.flag("qkv_bias", False)
         bias = config.flag("attention_bias", False) and not qkv_bias
@@ -55,7 +58,7 @@ class DecoderShape:
         return cls(
             hidden=hidden,
             heads=heads,
-            kv_heads=config.integer("num_key_value_heads", heads, at_most=heads),
+            kv_heads=kv_heads,
             head_dim=head_dim,
             eps=config.number("rms_norm_eps", 1e-6),
             attention_bias=bias or qkv_bias,
@@ -85,8 +88,9 @@ def _rotary(config: CheckpointConfig, head_dim: int, part: float | None) -> Llam
             raise config.wrong("partial_rotary_factor", part, f"an even share of {head_dim} dimensions")
         head_dim = rotated_width
         given.pop("partial_rotary_factor", None)
-    given["rope_type"] = rope.text("rope_type", rope.text("type", "default"))
-    rope.having(rope_type=given["rope_type"]).must_be("rope_type", *_ROPE_KINDS)
+    kind = given["rope_type"] = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in _ROPE_KINDS:
+        raise config.wrong("rope_type", kind, ", ".join(_ROPE_KINDS))
     given["rope_theta"] = rope.number("rope_theta", 10_000.0)
     sizes: dict[str, Any] = {
         "hidden_size": config.integer("hidden_size"),

@@ -6,7 +6,6 @@ may name nothing but tensors, and only torch's weights-only reader runs it.
 
 from __future__ import annotations
 
-import pickle
 import pickletools
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -14,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from drafter.published.checkpoint_config import read_json, refused
+from outrider.protocol.errors import StartupError
 
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_PICKLE_BYTES = 16 << 20
 _MAX_TENSORS = 200_000
-_DAMAGES = (OSError, RuntimeError, ValueError)
 _NUMBERS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = _NUMBERS | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 _STORAGES = ("BFloat16", "Bool", "Double", "Float", "Half", "Int", "Long")
@@ -47,9 +46,11 @@ def weight_entries(folder: Path) -> dict[str, WeightEntry]:
     found: dict[str, WeightEntry] = {}
     for path in _files(folder):
         try:
-            found |= (_safetensors if path.suffix == ".safetensors" else _pickled)(folder, path)
-        except (*_DAMAGES, SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-            reason = str(error).partition("\n")[0]
+            found |= _safetensors(folder, path) if path.suffix == ".safetensors" else _pickled(folder, path)
+        except StartupError:
+            raise
+        except Exception as error:  # of damaged files, torch's reader may raise anything
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise refused(folder, f"has a damaged {path.name}: {reason}", "plain weights") from error
     return found
 

@@ -138,6 +138,22 @@ def test_a_truncated_pickle(tmp_path: Path) -> None:
         weight_entries(pickled(tmp_path, b"\x80\x02}q\x00X\xff"))
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"\x80\x02}X\x01\x00\x00\x00actorch._utils\n_rebuild_tensor_v2\n)Rs.",  # a tensor of nothing
+        b"\x80\x02ccollections\nOrderedDict\nK\x01\x85R.",
+        b"\x80\x02s.",
+        b"\x80\x02h\x05.",
+        b"\x80\x02K\x01Q.",
+    ],
+)
+def test_a_pickle_that_fails_while_it_is_read(program: bytes, tmp_path: Path) -> None:
+    """Torch's reader raises whatever the operation that fails raises."""
+    with pytest.raises(StartupError, match=r"damaged pytorch_model.bin"):
+        weight_entries(pickled(tmp_path, program))
+
+
 @pytest.mark.parametrize("held", [{"fc.weight": 1}, {1: torch.zeros(1)}, [torch.zeros(1)]])
 def test_a_bin_file_that_holds_more_than_tensors(held: object, tmp_path: Path) -> None:
     torch.save(held, tmp_path / "pytorch_model.bin")
@@ -192,6 +208,12 @@ def test_a_configuration_that_is_none(content: str | None, tmp_path: Path) -> No
         PublishedCheckpoint.open(tmp_path)
 
 
+def test_settings_of_any_name_are_read_as_settings(tmp_path: Path) -> None:
+    assert PublishedCheckpoint.open(configured(tmp_path, self=1)).format.name == "eagle3"
+    folder = dflash(tmp_path / "dflash", dflash_config={"mask_token_id": 2, "self": 1})
+    assert PublishedCheckpoint.open(folder).format.name == "dflash"
+
+
 def test_a_configuration_of_a_mebibyte(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"config\.json of 10\d+ bytes"):
         PublishedCheckpoint.open(configured(tmp_path, more="x" * (1 << 20)))
@@ -208,6 +230,7 @@ def test_a_configuration_of_a_mebibyte(tmp_path: Path) -> None:
         ("vocab_size", -1),
         ("draft_vocab_size", VOCAB + 1),
         ("num_key_value_heads", 5),
+        ("num_key_value_heads", 3),
         ("head_dim", 31),
         ("rms_norm_eps", "small"),
         ("norm_output", 1),
@@ -221,6 +244,7 @@ def test_a_configuration_of_a_mebibyte(tmp_path: Path) -> None:
         ("rope_scaling", {"rope_type": "linear", "factor": 0}),
         ("rope_scaling", {"rope_type": "linear", "factor": float("nan")}),
         ("rope_scaling", [1]),
+        ("rope_scaling", {"self": 1, "rope_type": "longrope"}),
         ("partial_rotary_factor", 0.5),
         ("eagle_config", [1]),
         ("eagle_config", {"eagle_aux_hidden_state_layer_ids": [1, -1, 2]}),
