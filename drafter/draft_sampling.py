@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from drafter.interface import DraftRequest
 from drafter.tree_builder import Choice, TreeBuilder
 from outrider.protocol.sampling_params import Verification
-from outrider.protocol.speculation import Distribution
+from outrider.protocol.speculation import Distribution, Guess
 from outrider.speculation import noise, sampling
 from outrider.speculation.exponential_race import shared_choices, shared_draw
 from outrider.speculation.sampling import History
 
 Ids = torch.Tensor | None  # of the columns of logits, ascending; None: the whole vocabulary
+# Logits of the places after these paths of guesses (empty: the first after the committed tokens); no row: it ends.
+Rows = Callable[[Sequence[Sequence[int]]], torch.Tensor]
 
 
 def adjust_logits(
@@ -74,6 +76,38 @@ def next_token(
         return column if ids is None else int(ids[column]), []
     choices = shared_choices(adjusted, request.params, [len(tokens)], 1, ids)[0]
     return (choices[0][0], []) if choices else None
+
+
+def draft_places(
+    request: DraftRequest, rows: Rows, num_places: int, candidates: int, ids: Ids, *, by_level: bool = False
+) -> Guess:
+    """Draft through places that are predicted together. `by_level`: about a level of a tree at once."""
+    if request.branches > 1:
+        return _draft_tree(request, rows, num_places, ids, by_level)
+    tokens = list(request.tokens)
+    probs: list[Distribution] = []
+    first = len(tokens) - request.committed
+    for _ in range(first, min(num_places, first + request.room)):
+        logits = rows([tokens[request.committed :]])
+        choice = next_token(request, logits, tokens, candidates, ids) if len(logits) else None
+        if choice is None:
+            break
+        tokens.append(choice[0])
+        probs += choice[1]
+    drafted = tokens[len(request.tokens) :]
+    return request.chain(drafted, probs, done=len(drafted) < request.max_new_tokens)
+
+
+def _draft_tree(request: DraftRequest, rows: Rows, num_places: int, ids: Ids, by_level: bool) -> Guess:
+    builder = TreeBuilder(request)
+    new: list[int] = builder.expandable_nodes()
+    while new:
+        new = [node for node in new if builder.depth(node) < num_places]
+        if new:
+            add_choices(request, builder, new, rows([builder.path(node) for node in new]), ids)
+        added = [builder.add() for _ in range(builder.level_budget if by_level else 1)]
+        new = [node for node in added if node is not None]
+    return builder.guess(done=builder.remaining > 0)
 
 
 def draws_plainly(request: DraftRequest) -> bool:

@@ -21,10 +21,9 @@ def earlier_positions(drafter: object, kv_tokens: int) -> int:
 
 
 class StateQueue:
-    """Hidden states of a session for its next request."""
+    """Hidden states of a session for its next request; up to `wanted` earlier positions may come."""
 
     def __init__(self, wanted: int) -> None:
-        """Set how many earlier positions may come."""
         self._wanted = wanted
         self.pending: list[HiddenStates] = []
         self._max_pending = MAX_HIDDEN_POSITIONS

@@ -42,8 +42,9 @@ class ReceivedStates:
 
     def cached(self, count: int) -> None:
         """Count the next states as cached."""
-        self.num_cached, (rest, *others) = self.num_cached + count, self.new_states
-        self.new_states = [rest[count:], *others] if len(rest) > count else others
+        rest = self.new_states[0][count:]
+        self.new_states[:1] = [rest] if len(rest) else []
+        self.num_cached += count
 
     def add(self, hidden_states: HiddenStates) -> bool:
         """Add new hidden states; return False if a gap, or earlier states, make the cached positions useless."""

@@ -110,8 +110,8 @@ class EagleDrafter:
         for hidden_states in request.hidden_states:
             if not state.add(hidden_states):
                 self._engine.free(request.session)
-        draft = self._draft_tree if request.branches > 1 else self._draft_chain
-        chains = self._chains if alone and request.branches == 1 and draws_plainly(request) else None
+        at_once = alone and request.branches == 1 and request.room and draws_plainly(request)
+        chains = self._chains if at_once else None
         if chains and (drafted := self._draft_at_once(request, state, chains)):
             return drafted
         yield from self._compute_new(request, state)
@@ -119,9 +119,13 @@ class EagleDrafter:
             return request.chain()  # the other sessions come first
         if not state.outputs or request.committed - state.path_start > _FOLLOWED:
             return request.chain(done=True)  # no hidden states of the target, or none of late
+        if request.branches > 1:
+            return (yield from self._draft_tree(request, state))
         if chains:
             yield from self._compute_path(request, state, request.tokens[state.path_start : -1])
-        return (chains and self._draft_at_once(request, state, chains)) or (yield from draft(request, state))
+            if drafted := self._draft_at_once(request, state, chains):
+                return drafted
+        return (yield from self._draft_chain(request, state))
 
     def _compute_new(self, request: DraftRequest, state: _EagleSession) -> Generator[SessionTokens, _LayerOutput, None]:
         """Compute the positions of the target's new states, in place of the predicted states there."""
@@ -130,7 +134,7 @@ class EagleDrafter:
             self._engine.truncate(request.session, state.num_cached)
             part = state.next_states()
             tokens = request.tokens[state.path_start : state.path_start + len(part)]
-            output = yield self._chain_input(request.session, part, tokens)
+            output = yield self._input(request.session, part, tokens)
             state.cached(len(part))
             state.outputs = [output]
 
@@ -144,37 +148,40 @@ class EagleDrafter:
             del state.path[same:], state.outputs[same + 1 :]
             self._engine.truncate(request.session, state.num_cached + same)
         for token in tokens[len(state.path) :]:
-            output = yield self._chain_input(request.session, state.outputs[-1].state, [token])
+            output = yield self._input(request.session, state.outputs[-1].state, [token])
             state.path.append(token)
             state.outputs.append(output)
 
     def _draft_at_once(self, request: DraftRequest, state: _EagleSession, chains: KernelChains) -> Guess | None:
         """Draft a chain in one call of the kernels, after new states or after one more token; None: there is more."""
-        tokens, after_states = request.tokens[state.path_start :], bool(state.new_states)
+        tokens = request.tokens[state.path_start :]
+        after_states = bool(state.new_states)
         if after_states:
             states = state.next_states()
             if len(tokens) != len(states):  # there are further ones, or more than one pass takes
                 return None
             state.path, state.outputs = [], []
             self._engine.truncate(request.session, state.num_cached)
-        elif state.outputs and list(tokens[:-1]) == state.path and tokens:
-            tokens, states = tokens[-1:], state.outputs[-1].state
-        else:
+        elif not (state.outputs and tokens and list(tokens[:-1]) == state.path):
             return None
+        else:
+            tokens, states = tokens[-1:], state.outputs[-1].state
         try:
-            drafted, hidden, logits = chains.extend(request, states, tokens, request.max_new_tokens)
+            drafted, hidden, logits = chains.extend(request, states, tokens)
         except Overloaded:
             return None
         if after_states:
             state.cached(len(tokens))
-        state.path += [*([] if after_states else tokens), *drafted[:-1]]
+        else:
+            state.path += tokens
+        state.path += drafted[:-1]
         state.outputs += [_LayerOutput(hidden[i : i + 1], logits[i : i + 1]) for i in range(len(hidden))]
         return request.chain(drafted)
 
     def _draft_chain(self, request: DraftRequest, state: _EagleSession) -> DraftSteps:
         tokens = list(request.tokens)
         probs: list[Distribution] = []
-        for _ in range(request.max_new_tokens):
+        for _ in range(request.room):
             yield from self._compute_path(request, state, tokens[state.path_start :])
             choice = next_token(request, state.outputs[-1].logits, tokens, self._candidates, self._eagle.ids)
             if choice is None:
@@ -216,28 +223,23 @@ class EagleDrafter:
         paths = {node: builder.path(node) for node in range(len(builder.tokens))}
         return {node: state.tree_outputs[path] for node, path in paths.items() if path in state.tree_outputs}
 
-    def _chain_input(self, session: str, states: torch.Tensor, tokens: Sequence[int]) -> SessionTokens:
-        """Return the layer's input for consecutive tokens, with an output for the last one."""
-        inputs = self._eagle.inputs(states, torch.tensor(tokens, device=self._eagle.embeddings.device))
-        last = len(tokens) - 1
-        return SessionTokens(session, tokens, logits_from=last, hidden_from=last, input_embeddings=inputs)
-
     def _tree_input(
         self, session: str, builder: TreeBuilder, nodes: Sequence[int], outputs: _Outputs, num_new: int
     ) -> SessionTokens:
         """Return the layer's input for a tree, with outputs for the last `num_new` nodes."""
         index = {node: i for i, node in enumerate(nodes)}
-        states = torch.cat([outputs[builder.parents[node]].state for node in nodes])
+        parents = [builder.parents[node] for node in nodes]
+        states = torch.cat([outputs[parent].state for parent in parents])
         tokens = [builder.tokens[node] for node in nodes]
-        first_new = len(nodes) - num_new
-        return SessionTokens(
-            session,
-            tokens,
-            tuple(index.get(builder.parents[node], -1) for node in nodes),
-            logits_from=first_new,
-            hidden_from=first_new,
-            input_embeddings=self._eagle.inputs(states, torch.tensor(tokens, device=self._eagle.embeddings.device)),
-        )
+        return self._input(session, states, tokens, tuple(index.get(parent, -1) for parent in parents), num_new)
+
+    def _input(
+        self, session: str, states: torch.Tensor, tokens: Sequence[int], parents: Sequence[int] = (), outputs: int = 1
+    ) -> SessionTokens:
+        """Return the layer's input for tokens and the states before them, with outputs for the last `outputs`."""
+        inputs = self._eagle.inputs(states, torch.tensor(tokens, device=self._eagle.embeddings.device))
+        first = len(tokens) - outputs
+        return SessionTokens(session, tokens, parents, first, first, inputs)
 
 
 @drafter(METHOD)

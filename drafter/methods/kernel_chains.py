@@ -11,7 +11,7 @@ from outrider.engine.native import NativeEngine
 from outrider.speculation.exponential_race import shared_key
 from outrider.train.artifacts.eagle import Eagle
 
-_PLACES = 1024  # for the tokens beyond the frequent ones that have come last
+_PLACES = 1024  # for tokens that are not drafted, the latest ones
 
 
 class KernelChains:
@@ -25,34 +25,33 @@ class KernelChains:
         self._parts = torch.empty(len(self.ids) + _PLACES, eagle.shape.hidden)
         self._parts[: len(self.ids)] = self._part_of(eagle.ids)
         self._rows = {token: row for row, token in enumerate(self.ids)}
-        self._tokens = dict(enumerate(self.ids))  # by row
-        self._next = len(self.ids)
+        self._recent_rows: dict[int, int] = {}  # of the other tokens, least recently used first
         self._chain = engine.prepare_chain(self._parts, of_states, eagle.ids)
 
     def extend(
-        self, request: DraftRequest, states: torch.Tensor, tokens: Sequence[int], count: int
+        self, request: DraftRequest, states: torch.Tensor, tokens: Sequence[int]
     ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-        """Compute tokens after the states before them; return `count` further ones, the last of those to be drafted.
+        """Compute the request's last tokens after the states before them; return as many more as it has room for.
 
         Return also the states and the logits from the last of `tokens` on.
         """
-        rows = [self._rows.get(token) or self._row_of(token) for token in tokens]
-        params, end = request.params, len(request.tokens) + request.max_new_tokens
-        keys = [] if params.greedy else [shared_key(params, end - left) for left in range(count, 0, -1)]
+        rows = [self._rows[token] if token in self._rows else self._recent_row(token) for token in tokens]
+        params, first, room = request.params, len(request.tokens), request.room
+        keys = [] if params.greedy else [shared_key(params, position) for position in range(first, first + room)]
         draws = (params.temperature, keys)
-        found, computed = self._engine.chain(self._chain, request.session, states, rows, count, draws)
+        found, computed = self._engine.chain(self._chain, request.session, states, rows, room, draws)
         return [self.ids[column] for column in found], computed.hidden_states[0].clone(), computed.logits[0].clone()
 
-    def _row_of(self, token: int) -> int:
-        """Return the row of a token's part; one that is not known takes the oldest place."""
-        if token not in self._rows:
-            row, self._next = self._next, self._next + 1
-            if self._next == len(self._parts):
-                self._next = len(self.ids)
-            self._rows.pop(self._tokens.get(row, -1), None)
+    def _recent_row(self, token: int) -> int:
+        """Return the row of a token's part; a new token takes that of the least recently used one."""
+        row = self._recent_rows.pop(token, None)
+        if row is None:
+            row = len(self.ids) + len(self._recent_rows)
+            if row == len(self._parts):
+                row = self._recent_rows.pop(next(iter(self._recent_rows)))
             self._parts[row] = self._part_of(torch.tensor(token))
-            self._rows[token], self._tokens[row] = row, token
-        return self._rows[token]
+        self._recent_rows[token] = row
+        return row
 
     def _part_of(self, tokens: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(self._embeddings[tokens].to(self._mix), self._mix)

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from drafter.artifacts import read_trained
-from drafter.draft_sampling import Ids, add_choices, next_token
+from drafter.draft_sampling import draft_places
 from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
-from drafter.tree_builder import TreeBuilder
 from outrider.hidden_states.rows import decode
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import Distribution, Guess
+from outrider.protocol.speculation import Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts.medusa import METHOD, Medusa
@@ -40,9 +39,10 @@ class MedusaDrafter:
         self._states.pop(session, None)
 
     def _draft(self, request: DraftRequest) -> Guess:
-        for part in request.hidden_states:
-            last = decode(part)[-1].to(self._medusa.embeddings.device)
-            self._states[request.session] = part.position + part.count - 1, last
+        if request.hidden_states:
+            newest = request.hidden_states[-1]
+            state = decode(newest)[-1].to(self._medusa.embeddings.device)
+            self._states[request.session] = newest.position + newest.count - 1, state
         if request.session not in self._states:
             return request.chain(done=True)
         position, state = self._states[request.session]
@@ -54,42 +54,6 @@ class MedusaDrafter:
             return request.chain(done=True)
         logits, ids = self._medusa.logits(torch.stack(states)), self._medusa.ids
         return draft_places(request, lambda paths: logits[list(map(len, paths))], len(logits), self._candidates, ids)
-
-
-# Logits of the places behind these paths of guesses (empty: the first after the committed tokens); no row: it ends.
-Rows = Callable[[Sequence[Sequence[int]]], torch.Tensor]
-
-
-def draft_places(
-    request: DraftRequest, rows: Rows, num_places: int, candidates: int, ids: Ids, *, by_level: bool = False
-) -> Guess:
-    """Draft through places that are predicted together. `by_level`: about a level of a tree at once."""
-    if request.branches > 1:
-        return _draft_tree(request, rows, num_places, ids, by_level)
-    tokens = list(request.tokens)
-    probs: list[Distribution] = []
-    first = len(tokens) - request.committed
-    for _ in range(first, min(num_places, first + request.max_new_tokens)):
-        logits = rows([tokens[request.committed :]])
-        choice = next_token(request, logits, tokens, candidates, ids) if len(logits) else None
-        if choice is None:
-            break
-        tokens.append(choice[0])
-        probs += choice[1]
-    drafted = tokens[len(request.tokens) :]
-    return request.chain(drafted, probs, done=len(drafted) < request.max_new_tokens)
-
-
-def _draft_tree(request: DraftRequest, rows: Rows, num_places: int, ids: Ids, by_level: bool) -> Guess:
-    builder = TreeBuilder(request)
-    new: list[int] = builder.expandable_nodes()
-    while new:
-        new = [node for node in new if builder.depth(node) < num_places]
-        if new:
-            add_choices(request, builder, new, rows([builder.path(node) for node in new]), ids)
-        added = [builder.add() for _ in range(builder.level_budget if by_level else 1)]
-        new = [node for node in added if node is not None]
-    return builder.guess(done=builder.remaining > 0)
 
 
 @drafter(METHOD)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from drafter.draft_sampling import draft_places
 from drafter.hidden_states.received import ReceivedStates, evicted
 from drafter.interface import DraftRequest
-from drafter.methods.medusa import Rows, draft_places
 from drafter.published.dflash import PublishedDflash, PublishedDspark
 from drafter.published.eagle3 import PublishedPeagle
 from drafter.published.row_engine import SessionCaches
@@ -97,44 +97,56 @@ class BlockDrafter:
         num_places = len(session.logits) - skipped
         if num_places <= 0:
             return request.chain(done=True)
-        rows, ids = self._rows(request, session, skipped), self._module.column_ids
-        by_level = isinstance(self._module, PublishedDspark)
-        return draft_places(request, rows, num_places, self._candidates, ids, by_level=by_level)
+        module, ids = self._module, self._module.column_ids
+        if isinstance(module, PublishedDspark):
+            rows = _MarkovRows(module, session, request, skipped)
+            return draft_places(request, rows, num_places, self._candidates, ids, by_level=True)
+        return draft_places(
+            request,
+            lambda paths: session.logits[[len(path) + skipped for path in paths]],
+            num_places,
+            self._candidates,
+            ids,
+        )
 
-    def _rows(self, request: DraftRequest, session: _BlockSession, skipped: int) -> Rows:
-        module, certain = self._module, 1.0
+
+class _MarkovRows:
+    """Logits of a block's places after paths of guesses, with what DSpark's Markov head adds."""
+
+    def __init__(self, module: PublishedDspark, session: _BlockSession, request: DraftRequest, skipped: int) -> None:
+        self._module = module
+        self._session = session
+        self._skipped = skipped
+        self._since = request.tokens[session.first + session.num_cached : request.committed]  # the anchor first
+        self._states: dict[tuple[int, ...], torch.Tensor] = {}  # of the head, after these tokens of the block
         # Rejection and block verification need a length of guesses that does not depend on what is drawn.
-        may_end = request.branches == 1 and not request.params.mode.needs_draft_probs
+        self._may_end = request.branches == 1 and not request.params.mode.needs_draft_probs
+        self._certain = 1.0  # probability that all guesses of this draft hold
 
-        states: dict[tuple[int, ...], torch.Tensor] = {}  # of the Markov head, after these tokens of the block
-        since = list(request.tokens[session.first + session.num_cached : request.committed])  # the anchor first
+    def __call__(self, paths: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the logits after each path; no row: the confidence head ends the draft here."""
+        places = [len(path) + self._skipped for path in paths]
+        histories = [(*self._since, *path) for path in paths]
+        hidden, logits = self._session.hidden[places], self._session.logits[places]
+        previous = torch.tensor([history[-1] for history in histories], device=logits.device)
+        confidence = self._module.confidence(hidden, previous) if self._may_end else None
+        if confidence is not None:
+            self._certain *= float(confidence)
+            if self._certain < _MIN_CONFIDENCE:
+                return logits[:0]
+        states = torch.stack([self._state_before(history) for history in histories])
+        following, bias = self._module.markov(states, previous, hidden)
+        self._states.update(zip(histories, following, strict=True))
+        return logits + bias
 
-        def state_before(history: tuple[int, ...]) -> torch.Tensor:
-            """Return the Markov head's state before the last of these tokens, which the pass for it follows."""
-            assert isinstance(module, PublishedDspark)
-            before, width = history[:-1], module.markov_head.state_width
-            if not before or not width:
-                return session.hidden.new_zeros(width)
-            if before not in states:
-                known, last = state_before(before)[None], torch.tensor(before[-1:], device=session.hidden.device)
-                states[before] = module.markov(known, last, session.hidden[len(before) - 1, None])[0][0]
-            return states[before]
-
-        def rows(paths: Sequence[Sequence[int]]) -> torch.Tensor:
-            nonlocal certain
-            at = [len(path) + skipped for path in paths]
-            if not isinstance(module, PublishedDspark):
-                return session.logits[at]
-            histories = [(*since, *path) for path in paths]
-            previous = torch.tensor([history[-1] for history in histories], device=session.logits.device)
-            confidence = module.confidence(session.hidden[at], previous) if may_end else None
-            if confidence is not None:
-                certain *= float(confidence)
-                if certain < _MIN_CONFIDENCE:
-                    return session.logits[:0]
-            state = torch.stack([state_before(history) for history in histories])
-            following, bias = module.markov(state, previous, session.hidden[at])
-            states.update(zip(histories, following, strict=True))
-            return session.logits[at] + bias
-
-        return rows
+    def _state_before(self, history: tuple[int, ...]) -> torch.Tensor:
+        """Return the head's state before the last of these tokens, which the pass for it follows."""
+        before, width = history[:-1], self._module.markov_head.state_width
+        hidden = self._session.hidden
+        if not before or not width:
+            return hidden.new_zeros(width)
+        if before not in self._states:
+            last = torch.tensor(before[-1:], device=hidden.device)
+            states, _ = self._module.markov(self._state_before(before)[None], last, hidden[len(before) - 1, None])
+            self._states[before] = states[0]
+        return self._states[before]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import asdict, replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,39 @@ def test_rare_tokens_take_turns_in_their_places(
         (guess,) = drafter.draft([request])
         assert list(guess.tokens) == foretold(eagle, states, text, 3)
         drafter.forget(str(number))
+
+
+def test_a_rare_token_is_not_displaced_by_another_of_its_call(
+    target: LlamaForCausalLM, eagle: Eagle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guess after the wrong token's part would be worse, and so would all that follow what it left in the cache."""
+    monkeypatch.setattr(kernel_chains, "_PLACES", 2)
+    drafter = drafter_of(eagle, 2048)
+    rare = [token for token in range(VOCAB) if token not in eagle.ids.tolist()][:6]
+    for known, new in permutations(rare, 2):
+        text = [PROMPT[0], known, new]
+        states = states_of(target, text)
+        request = replace(ask_for(text, 3, sent(states, 0, len(text) - 1)), session=f"{known} {new}")
+        (guess,) = drafter.draft([request])
+        assert list(guess.tokens) == foretold(eagle, states, text, 3)
+        drafter.forget(request.session)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_chain_grows_no_deeper_than_the_tree_may_be(
+    target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter, others: int
+) -> None:
+    """An eager session's tree may be that deep when `blend` asks for a chain beside a proposal."""
+    states = states_of(target, PROMPT)
+    first = ask_for(PROMPT, 3, sent(states, 0, len(PROMPT) - 1))
+    neighbours = [replace(first, session="neighbour")] * others
+    chain = list(drafter.draft([first, *neighbours])[0].tokens)
+    full = ask_for(PROMPT, 2, guesses=chain, depth=3)
+    guess, *_ = drafter.draft([full, *neighbours])
+    assert (list(guess.tokens), guess.done) == (chain, True)
+    partly = ask_for(PROMPT, 2, guesses=chain[:2], depth=3)
+    guess, *_ = drafter.draft([partly, *neighbours])
+    assert (list(guess.tokens), guess.done) == (chain, bool(others))
 
 
 def test_without_the_beginning_of_the_prompt(target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter) -> None:

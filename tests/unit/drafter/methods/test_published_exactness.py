@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from drafter import draft_sampling
-from drafter.draft_sampling import Ids
+from drafter.draft_sampling import Ids, next_token
 from drafter.interface import DraftRequest
-from drafter.methods import eagle, medusa
+from drafter.methods import eagle
 from outrider.protocol.sampling_params import Verification
 from outrider.protocol.speculation import Distribution
 from tests.unit.drafter.methods.published_sessions import Sessions, drafter_of, p_value
@@ -24,8 +24,8 @@ def told_other_probabilities(
     request: DraftRequest, logits: torch.Tensor, tokens: list[int], candidates: int, ids: Ids
 ) -> tuple[int, list[Distribution]] | None:
     """Draw a token from other logits than those that are told."""
-    drawn = draft_sampling.next_token(request, logits.roll(1, dims=-1) * 9, tokens, candidates, ids)
-    told = draft_sampling.next_token(request, logits, tokens, candidates, ids)
+    drawn = next_token(request, logits.roll(1, dims=-1) * 9, tokens, candidates, ids)
+    told = next_token(request, logits, tokens, candidates, ids)
     return drawn and told and (drawn[0], told[1])
 
 
@@ -40,6 +40,6 @@ def test_seeded_draws_follow_the_target(name: str, tmp_path: Path, monkeypatch: 
 def test_probabilities_that_were_not_drawn_from_are_seen(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (eagle, medusa):
+    for module in (eagle, draft_sampling):
         monkeypatch.setattr(module, "next_token", told_other_probabilities)
     assert p_value(Sessions(drafter_of(name, tmp_path, monkeypatch), Verification.REJECTION).texts(DRAWS)) < SURELY
