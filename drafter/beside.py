@@ -22,6 +22,7 @@ def build(
     """Build the service from its verifier's settings. Its metrics have the next port."""
     kind, model = choose_drafter(drafter, target)
     own = settings.model_dump(include=_SHARED, exclude_defaults=True)
-    own |= {"threads": max(1, (settings.threads or torch.get_num_threads()) // 2)}  # the others send what was committed
-    own |= {"metrics_port": settings.metrics_port + 1} if settings.metrics_port else {}
+    own["threads"] = max(1, (settings.threads or torch.get_num_threads()) // 2)  # the others send what was committed
+    if settings.metrics_port:
+        own["metrics_port"] = settings.metrics_port + 1
     return prepared(DrafterSettings(**own, kind=kind, model=model, target=target), progress, verifier)

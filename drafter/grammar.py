@@ -110,4 +110,5 @@ class TargetGrammars:
 def _local_path(name: str) -> Path | str:
     if name in (DEFAULT, DEFAULT_NAME):
         return default_path()
-    return Path(name).expanduser() if Path(name).expanduser().is_dir() else locate(name, lambda _: None)
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else locate(name, lambda _: None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
@@ -13,9 +13,6 @@ from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import MAX_GAMMA, NO_GUESS, ROOT, WHOLE, Distribution, Guess
 from outrider.protocol.vocabulary import Vocabulary
-
-if TYPE_CHECKING:  # it needs torch, which not every drafter has
-    from outrider.hidden_states.projection import PackedProjection
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,12 @@ class DraftRequest:
 
 
 class Drafter(Protocol):
-    """Drafting method. One instance serves all sessions, in one thread."""
+    """Drafting method. One instance serves all sessions, in one thread.
+
+    Attributes that it may have: `vocab_limit`, the number of ids that it has embeddings of. `reads_context`: it needs
+    the hidden states of the whole prompt. `target_width`: their width. `projection`, a PackedProjection: it reads one
+    vector per token, which the verifier projects from the states after several layers.
+    """
 
     @property
     def info(self) -> ModelInfo: ...
@@ -119,14 +121,6 @@ class Drafter(Protocol):
 
     def forget(self, session: str) -> None:
         """Free the state of a session that has ended."""
-
-
-@runtime_checkable
-class ReadsLayers(Protocol):
-    """Drafter that reads one vector per token, which the verifier projects from the states after several layers."""
-
-    @property
-    def projection(self) -> PackedProjection: ...
 
 
 @runtime_checkable

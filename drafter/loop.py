@@ -113,10 +113,14 @@ class DraftingLoop(StepLoop):
     def _take_step(self, requests: Requests, started: float, drafted: Guesses | BaseException) -> None:
         if isinstance(drafted, BaseException):
             raise drafted
-        for session, failed in ((it, guess) for it, guess in drafted.items() if isinstance(guess, Exception)):
-            log.error("drafting failed, session closed", session=session.id, error=str(failed), exc_info=failed)
-            self.close(session, InvalidRequest(f"drafting for it failed: {type(failed).__name__}"))
-        if guesses := {session: guess for session, guess in drafted.items() if isinstance(guess, Guess)}:
+        guesses: dict[DraftSession, Guess] = {}
+        for session, guess in drafted.items():
+            if isinstance(guess, Guess):
+                guesses[session] = guess
+            else:
+                log.error("drafting failed, session closed", session=session.id, error=str(guess), exc_info=guess)
+                self.close(session, InvalidRequest(f"drafting for it failed: {type(guess).__name__}"))
+        if guesses:
             self._add({it: requests[it] for it in guesses}, [*guesses.values()], time.perf_counter() - started)
 
     def stop(self) -> None:

@@ -18,7 +18,7 @@ from functools import partial
 from drafter.blend.accuracy import AccuracyTracker, Rate, Record
 from drafter.blend.round_estimate import RoundEstimate, full_acceptance_probability
 from drafter.hidden_states.earlier_states import MAX_AWAITING
-from drafter.interface import Drafter, DraftRequest, Proposer, ReadsLayers
+from drafter.interface import Drafter, DraftRequest, Proposer
 from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.checks import MAX_IDS
 from outrider.protocol.errors import StartupError
@@ -125,9 +125,8 @@ class BlendDrafter:
         _check_same_target(self._members)
         vocabularies = (member.vocabulary for member in members.values())
         self.vocabulary: Vocabulary | None = next(filter(None, vocabularies), None)
-        for member in members.values():
-            if isinstance(member, ReadsLayers):
-                self.projection = member.projection
+        projections = (getattr(member, "projection", None) for member in members.values())
+        self.projection = next(filter(None, projections), None)
         self._records = {name: Record() for name in members}
         self._seconds = {name: Rate() for name in self._models}  # per level of a draft
         self._first_s: dict[str, float] = {}  # the first time of each, until there is a second one
@@ -138,15 +137,10 @@ class BlendDrafter:
     def info(self) -> ModelInfo:
         """Return the info of the first member with a vocabulary, with the target that any member is trained for."""
         infos = {name: member.info for name, member in self._members.items()}
+        first = min(infos, key=lambda name: (name in self._proposers, self._members[name].vocabulary is None))
         fingerprint = hashlib.sha256("+".join(info.fingerprint for info in infos.values()).encode()).hexdigest()[:32]
-        ranked = sorted(infos, key=lambda name: (name in self._proposers, self._members[name].vocabulary is None))
-        target_digest = {info.target_digest for info in infos.values()} - {""}
-        return replace(
-            infos[ranked[0]],
-            name="+".join(self._members),
-            fingerprint=fingerprint,
-            target_digest=next(iter(target_digest), ""),
-        )
+        target = max(info.target_digest for info in infos.values())  # of all that have one, the same
+        return replace(infos[first], name="+".join(infos), fingerprint=fingerprint, target_digest=target)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         sessions = [self._decide(request) for request in requests]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from drafter.hidden_states.earlier_states import earlier_positions
-from drafter.interface import Drafter, ReadsLayers
+from drafter.interface import Drafter
 from outrider.base.aio import Call
 from outrider.hidden_states.parts import projection_parts
 from outrider.protocol.errors import NotFound
@@ -28,7 +28,7 @@ class StateDeclaration:
 
     def declare(self, about: WorkerInfo, drafter: Drafter, settings: DrafterSettings) -> WorkerInfo:
         """Return the drafter's description with what it reads. No spec: the final states as float16, or none."""
-        self._projection = drafter.projection if isinstance(drafter, ReadsLayers) else None
+        self._projection = getattr(drafter, "projection", None)
         if not drafter.needs_hidden_states:
             return about
         final = FINAL_STATES if self._projection is None else self._projection.spec

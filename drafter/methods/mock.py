@@ -23,10 +23,10 @@ class MockDrafter:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         drafts: list[Guess] = []
         for request in requests:
-            tokens = [next_token(request.tokens[-1])]
-            while len(tokens) < request.max_new_tokens:
+            tokens = [request.tokens[-1]]
+            for _ in range(request.max_new_tokens):
                 tokens.append(next_token(tokens[-1]))
-            drafts.append(request.chain(tokens))
+            drafts.append(request.chain(tokens[1:]))
         return drafts
 
     def forget(self, session: str) -> None:

@@ -13,8 +13,6 @@ from outrider.protocol.speculation import Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 
-Ngram = tuple[int, ...]
-
 _INDEXED_PER_REQUEST = 4096  # tokens of a session: the other sessions wait meanwhile
 _ACCEPTANCE = 0.6  # assumed probability of a copied token, given that those before it are accepted
 
@@ -24,7 +22,7 @@ class _Index:
 
     def __init__(self, sizes: range) -> None:
         self._sizes = sizes
-        self._last: dict[Ngram, int] = {}
+        self._last: dict[tuple[int, ...], int] = {}
         self._length = 0
 
     def extend(self, tokens: Sequence[int], committed: int) -> bool:

@@ -36,7 +36,6 @@ class PublishedDrafter:
 
     needs_hidden_states = True
     reads_context = True
-    projection: PackedProjection  # only of a drafter that reads the states of several layers
 
     def __init__(
         self, rows: EagleDrafter | BlockDrafter, width: int, projection: PackedProjection | None, target_width: int
@@ -45,11 +44,9 @@ class PublishedDrafter:
         self.vocabulary: Vocabulary | None = None  # it fits every target of its width and vocabulary size
         self._rows = rows
         self.target_width = target_width  # of hidden states, before the projection
+        self.projection = projection  # None: it reads final states
         self._width = width
-        self._projected = projection is not None
         self._told = False
-        if projection is not None:
-            self.projection = projection
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         readable = [replace(it, hidden_states=tuple(filter(self._is_readable, it.hidden_states))) for it in requests]
@@ -59,7 +56,8 @@ class PublishedDrafter:
         self._rows.forget(session)
 
     def _is_readable(self, states: HiddenStates) -> bool:
-        own = (states.number > 0) == (self._projected or states.float8)  # final states have number 0 as float16
+        # Final states have number 0 as float16.
+        own = (states.number > 0) == (self.projection is not None or states.float8)
         readable = own and states.width == self._width and states.count > 0
         if not readable and not self._told:
             log.warning("hidden states not usable, not drafting from them", width=states.width, needed=self._width)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import TypeVar
 
 from drafter import methods
 from drafter.interface import Drafter
@@ -15,15 +14,13 @@ from outrider.settings.drafter import DrafterSettings
 
 Factory = Callable[[DrafterSettings, Callable[[str], None]], Drafter]
 
-FactoryT = TypeVar("FactoryT", bound=Factory)
-
 _factories: dict[str, Factory] = {}
 
 
-def drafter(name: str) -> Callable[[FactoryT], FactoryT]:
+def drafter(name: str) -> Callable[[Factory], Factory]:
     """Register a factory of a drafting method."""
 
-    def register(factory: FactoryT) -> FactoryT:
+    def register(factory: Factory) -> Factory:
         _factories[name] = factory
         return factory
 

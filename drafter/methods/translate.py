@@ -11,13 +11,14 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from drafter.interface import Drafter, DraftRequest
 from drafter.lockstep import run_in_lockstep
 from drafter.methods.model import ModelDrafter, load
 from drafter.methods.registry import drafter
 from outrider.models.hub import locate
+from outrider.models.tokenizer import read_tokenizer
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
@@ -193,11 +194,10 @@ def load_target_tokenizer(name: str, progress: Callable[[str], None]) -> PreTrai
     """Load the target's tokenizer; a directory needs no other files."""
     place = name if Path(name).is_dir() else locate(name, progress)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
+        return read_tokenizer(place)
     except (OSError, ValueError, KeyError) as error:
         message, limit = f"cannot load the target's tokenizer {name!r}: {error}", "a directory, a hub id or 'default'"
         raise StartupError(message, field="target", value=name, limit=limit) from error
-    return tokenizer
 
 
 @drafter("translate")

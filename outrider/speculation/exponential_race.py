@@ -26,7 +26,7 @@ def coupled_draws(logits: torch.Tensor, params: Sequence[SamplingParams], positi
     keys = [shared_key(each, position) for each, position in zip(params, positions, strict=True)]
     cuts = Cuts.of(params, logits.device)
     if not any(cuts.kind) and (logits.is_cuda or logits.shape[-1] > noise.MANY_IDS):
-        return _uncut_draws(logits, noise.signed(keys), cuts.temperature)
+        return _uncut_draws(logits, noise.signed(keys), cuts.temperature[:, 0])
     kept = sampling.cut(logits, cuts)
     columns = noise.exponential_race(keys, kept.ids, kept.probs)
     return columns if kept.ids.dim() == 1 else kept.ids.gather(1, columns[:, None])[:, 0]
@@ -38,11 +38,10 @@ def shared_key(params: SamplingParams, position: int) -> int:
     return noise.key(params.seed, noise.Use.COUPLED, position)
 
 
-def _uncut_draws(logits: torch.Tensor, states: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def _uncut_draws(logits: torch.Tensor, states: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Draw from the softmax over the whole vocabulary without computing it: a race needs no normalised weights."""
     if logits.is_cuda:
-        return triton_race.race(logits, noise.to_device(states, logits.device), temperature[:, 0])
-    temperatures = temperature[:, 0]
+        return triton_race.race(logits, noise.to_device(states, logits.device), temperatures)
     highest = logits.amax(dim=-1).to(torch.float64) / temperatures
 
     def weigh(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

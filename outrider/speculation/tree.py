@@ -196,10 +196,7 @@ class GuessTree:
             self._depth, level = -1, [self._root]
             while level:
                 self._depth += 1
-                below: list[Node] = []
-                for node in level:
-                    below += islice(node.children.values(), self._breadth)
-                level = below
+                level = [child for node in level for child in islice(node.children.values(), self._breadth)]
         return self._depth
 
     def _locate(self, guess: Guess) -> tuple[Node, int | None]:

@@ -143,9 +143,8 @@ class Dataset:
     """The shards of a recipe, in a folder that it shares with recipes of other prompts."""
 
     def __init__(self, home: Path, recipe: DataRecipe, prompts: Sequence[TrainingPrompt]) -> None:
-        self._described = {
-            name: each for name, each in asdict(recipe).items() if name not in ("prompts", "num_examples")
-        }
+        self._described = asdict(recipe)
+        del self._described["prompts"], self._described["num_examples"]
         self.folder = home / digest(self._described)
         self.recipe = recipe
         self._prompts = prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,7 +70,7 @@ def _lengths_by_layer(
         raise StartupError(f"{type(model).__name__} has no final norm where expected: no early exit", field="target")
     target_weights = EmbeddingsAndHead.of(model)
     every = torch.arange(len(target_weights.head))
-    found: list[list[torch.Tensor]] = []
+    found: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # by layer
     for example in examples:
         if len(example.tokens) < example.prompt_length + 2:
             continue
@@ -80,11 +81,9 @@ def _lengths_by_layer(
         # The first entry is the embeddings, the last one the whole model.
         for layer, state in enumerate(states[1:-1]):
             guess = target_weights.logits(norm(state[:, 1:]), every).argmax(dim=-1)
-            if layer == len(found):
-                found.append([])
             lengths = accepted_lengths([guess == true] * gamma_max, batch.written)
             found[layer].append(torch.cat([lengths, batch.room]))
-    return [torch.cat(parts, dim=1) for parts in found]
+    return [torch.cat(parts, dim=1) for parts in found.values()]
 
 
 def _exit(layers: int, num_exits: int, lengths: torch.Tensor, cost: CostCurve, gamma_max: int) -> Exit:

@@ -105,8 +105,8 @@ class Eagle(nn.Module):
         inside = (at >= starts[:, None]) & (at < lengths[:, None])  # [batch, places]
         position_ids = at.expand(batch, places)
         cache = DynamicCache()
-        states, predictions = hidden_states, []
-        seen: list[torch.Tensor] = []
+        states = hidden_states
+        predictions: list[torch.Tensor] = []
         for step in range(steps):
             # The target's states `step` and more positions back, and one earlier prediction per step.
             first = at[:, None] - step >= at[None, :]
