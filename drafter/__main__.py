@@ -30,8 +30,7 @@ def run(settings: DrafterSettings) -> None:
 
 def select_method(settings: DrafterSettings) -> DrafterSettings:
     """Return the settings with the drafting method that runs. Raises StartupError where --engine excludes it."""
-    engine = settings.engine
-    if engine == "mock":
+    if settings.engine == "mock":
         if settings.kind not in (AUTO, "mock"):
             raise StartupError.of("kind", settings.kind, "mock", " with --engine mock")
         return settings.model_copy(update={"kind": "mock", "model": ""})
@@ -39,7 +38,7 @@ def select_method(settings: DrafterSettings) -> DrafterSettings:
         kind, model = choose_drafter(settings.model or AUTO, settings.target)
         settings = settings.model_copy(update={"kind": kind, "model": model})
     if settings.engine != "auto" and set(settings.kind.split("+")) <= _WITHOUT_ENGINE:
-        raise StartupError.of("engine", engine, "auto", f": kind {settings.kind} runs no engine")
+        raise StartupError.of("engine", settings.engine, "auto", f": kind {settings.kind} runs no engine")
     return settings
 
 

@@ -30,43 +30,42 @@ _MAX_MASKS_S = 0.02  # time for the masks of one draft: other sessions wait for 
 class GrammarCursor:
     """State of one session's output in its grammar, at the committed position. Used by the drafter's thread."""
 
-    def __init__(self, guide: GrammarMatcher, position: int) -> None:
-        self._guide: GrammarMatcher | None = guide
-        self._position = position  # committed tokens that the guide has consumed
+    def __init__(self, matcher: GrammarMatcher, position: int) -> None:
+        self._matcher: GrammarMatcher | None = matcher
+        self._position = position  # committed tokens that the matcher has consumed
 
     def allowed(
         self, tokens: Sequence[int], committed: int, paths: Sequence[Sequence[int]], vocab_size: int
     ) -> Masks | None:
-        """Return which ids may follow each path from the first `committed` tokens; None allows all.
-        # [paths, vocab]"""
-        guide = self._advance(tokens, committed)
-        if guide is None:
+        """Return which ids may follow each path from the first `committed` tokens; None: all.  # [paths, vocab]"""
+        matcher = self._advance(tokens, committed)
+        if matcher is None:
             return None
         try:
-            few = paths[: max(1, guide.affordable_masks(_MAX_MASKS_S))]
+            few = paths[: max(1, matcher.affordable_masks(_MAX_MASKS_S))]
             free = np.ones((len(paths) - len(few), vocab_size), dtype=np.bool_)
-            return np.concatenate([guide.allowed(few, vocab_size), free])
+            return np.concatenate([matcher.allowed(few, vocab_size), free])
         except InvalidRequest as error:
             self._disable(error)
             return None
 
     def allowed_length(self, tokens: Sequence[int], committed: int, path: Sequence[int]) -> int:
         """Return the length of the longest prefix of `path` that the grammar allows."""
-        guide = self._advance(tokens, committed)
-        return len(path) if guide is None else guide.count_allowed(path)
+        matcher = self._advance(tokens, committed)
+        return len(path) if matcher is None else matcher.count_allowed(path)
 
     def _advance(self, tokens: Sequence[int], committed: int) -> GrammarMatcher | None:
         new, self._position = tokens[self._position : committed], committed
-        if self._guide is not None and new:
+        if self._matcher is not None and new:
             try:
-                self._guide.advance(new)
+                self._matcher.advance(new)
             except InvalidRequest as error:
                 self._disable(error)
-        return self._guide
+        return self._matcher
 
     def _disable(self, error: InvalidRequest) -> None:
         log.info("grammar failed, drafting without it", error=error.message)
-        self._guide = None
+        self._matcher = None
 
 
 class TargetGrammars:

@@ -113,13 +113,11 @@ class DraftingLoop(StepLoop):
     def _take_step(self, requests: Requests, started: float, drafted: Guesses | BaseException) -> None:
         if isinstance(drafted, BaseException):
             raise drafted
-        guesses: dict[DraftSession, Guess] = {}
-        for session, guess in drafted.items():
-            if isinstance(guess, Guess):
-                guesses[session] = guess
-            else:
-                log.error("drafting failed, session closed", session=session.id, error=str(guess), exc_info=guess)
-                self.close(session, InvalidRequest(f"drafting for it failed: {type(guess).__name__}"))
+        for session, found in drafted.items():
+            if isinstance(found, Exception):
+                log.error("drafting failed, session closed", session=session.id, error=str(found), exc_info=found)
+                self.close(session, InvalidRequest(f"drafting for it failed: {type(found).__name__}"))
+        guesses = {session: found for session, found in drafted.items() if isinstance(found, Guess)}
         if guesses:
             self._add({it: requests[it] for it in guesses}, [*guesses.values()], time.perf_counter() - started)
 

@@ -72,15 +72,15 @@ class TreeBuilder:
         if node not in self._children:  # recorded once per node
             for rank, (_, logprob) in enumerate(choices[:branches]):
                 calibration.record_proposed(rank, logprob)
-        choices = [(token, calibration.score(rank, logprob)) for rank, (token, logprob) in enumerate(choices)]
-        stated = dict(choices)
+        scored = [(token, calibration.score(rank, logprob)) for rank, (token, logprob) in enumerate(choices)]
+        scores, least = dict(scored), scored[-1][1] if scored else -math.inf
         for token, child in children.items():
-            self._scores[child] = base + stated.get(token, choices[-1][1] if choices else -math.inf)
+            self._scores[child] = base + scores.get(token, least)
         if self.depth(node) >= self._request.depth:
             return
-        for token, logprob in choices[:branches]:
+        for token, score in scored[:branches]:
             if token not in children:
-                heapq.heappush(self._choices, (-(base + logprob), self._num_choices, node, token))
+                heapq.heappush(self._choices, (-(base + score), self._num_choices, node, token))
                 self._num_choices += 1  # ties: the first one stated
 
     def add(self, min_score: float = -math.inf) -> int | None:

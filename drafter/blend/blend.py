@@ -178,17 +178,17 @@ class BlendDrafter:
     def _best_proposal(self, session: _SessionState) -> tuple[str, Guess]:
         """Return the best proposer and its chain, with the expected accepted tokens corrected by its record."""
         request = session.proposal_request
-        best = ("", request.chain(done=True))
+        best_name, best = "", request.chain(done=True)
         for name, proposer in self._proposers.items():
             proposal = proposer.propose(request)
             length = len(request.new_tokens(proposal))
             session.accuracy.record_chain(name, request, proposal)
             expected = session.records[name].expected_accepted(proposal.expected, self._records[name])
-            if length and expected > best[1].expected:
-                best = name, replace(proposal, expected=min(expected, float(length)))
-            elif not best[0] and not proposal.done:
-                best = "", replace(proposal, expected=0.0)  # its indexing is not complete: it must be called again
-        return best
+            if length and expected > best.expected:
+                best_name, best = name, replace(proposal, expected=min(expected, float(length)))
+            elif not best_name and not proposal.done:
+                best = replace(proposal, expected=0.0)  # its indexing is not complete: it must be called again
+        return best_name, best
 
     def _choose_source(self, session: _SessionState) -> _DraftSource:
         request, expected, tokens = session.request, session.proposal.expected, len(session.proposed)
@@ -281,10 +281,9 @@ class BlendDrafter:
             guess = proposer.propose(request) if proposer is not None else request.chain(done=session.proposal.done)
         else:
             guess = session.proposal
-        tokens = request.new_tokens(guess)
-        if not tokens and not guess.done:
+        if not request.new_tokens(guess):
             return guess
-        return replace(guess, done=session.source is not _DraftSource.PROPOSAL_THEN_MODEL or not tokens)
+        return replace(guess, done=session.source is not _DraftSource.PROPOSAL_THEN_MODEL)
 
 
 def _check_same_target(members: Mapping[str, Drafter]) -> None:

@@ -80,32 +80,24 @@ def verify_drawn(
 
     `_count_one_by_one` and `_count_in_block` decide how many guesses are accepted. A chain has no branches.
     Numbers of the vocabulary's size are computed for all sessions together; each then decides with its own chance.
-    reach[i] is the paper's p_i, the joint chance that the first i guesses hold; a rejection scales by 1.
     """
     starts = list(accumulate((len(guess.tokens) + 1 for guess in guesses), initial=0))[:-1]
     ratios = _ratios(guesses, starts, target)
-    blocks = [mode is Verification.BLOCK for mode in modes]
-    reaches = [
-        list(accumulate(each, lambda reach, ratio: min(1.0, reach * ratio), initial=1.0))
-        if is_block
-        else [1.0] * (len(each) + 1)
-        for each, is_block in zip(ratios, blocks, strict=True)
-    ]
+    reaches = [_reach(*each) for each in zip(ratios, modes, strict=True)]
     inner = [
-        Residual(starts[index] + i, guess.draft_probs[i], reaches[index][i])
-        for index, guess in enumerate(guesses)
+        _residual(guess, start, reach, i)
+        for guess, start, reach, mode in zip(guesses, starts, reaches, modes, strict=True)
         for i in range(1, len(guess.tokens))
-        if blocks[index]
+        if mode is Verification.BLOCK
     ]
     rests: Iterator[float] = iter(sums(residuals(target, inner))[:, 0].tolist() if inner else ())
     counts = [
-        _count_in_block(guess, reach, rests, chance) if is_block else _count_one_by_one(guess, each, chance)
-        for guess, reach, each, is_block, chance in zip(guesses, reaches, ratios, blocks, chances, strict=True)
+        _count_in_block(guess, reach, rests, chance)
+        if mode is Verification.BLOCK
+        else _count_one_by_one(guess, own, chance)
+        for guess, mode, reach, own, chance in zip(guesses, modes, reaches, ratios, chances, strict=True)
     ]
-    last = [
-        Residual(start + count, *((guess.draft_probs[count], reach[count]) if count < len(guess.tokens) else ()))
-        for start, guess, reach, count in zip(starts, guesses, reaches, counts, strict=True)
-    ]
+    last = [_residual(*each) for each in zip(guesses, starts, reaches, counts, strict=True)]
     positions = [guess.position + count for guess, count in zip(guesses, counts, strict=True)]
     finals = _draw_finals(chances, residuals(target, last), positions)
     return [
@@ -146,6 +138,20 @@ def _ratios(guesses: Sequence[Guess], starts: Sequence[int], target: torch.Tenso
         [next(likely) / (q.weights[q.ids.index(id_)] / WHOLE) for id_, q in zip(g.tokens, g.draft_probs, strict=True)]
         for g in guesses
     ]
+
+
+def _reach(ratios: Sequence[float], mode: Verification) -> list[float]:
+    """Return p_i of block verification, the joint chance that the first i guesses hold; for rejection all are 1."""
+    if mode is not Verification.BLOCK:
+        return [1.0] * (len(ratios) + 1)
+    return list(accumulate(ratios, lambda reach, ratio: min(1.0, reach * ratio), initial=1.0))
+
+
+def _residual(guess: Guess, start: int, reach: Sequence[float], count: int) -> Residual:
+    """Return the residual after the first `count` guesses of a chain whose rows begin at `start`."""
+    if count == len(guess.tokens):
+        return Residual(start + count)
+    return Residual(start + count, guess.draft_probs[count], reach[count])
 
 
 def _count_one_by_one(guess: Guess, ratios: Sequence[float], chance: RandomSource) -> int:

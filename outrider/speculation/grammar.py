@@ -205,10 +205,11 @@ class GrammarCompiler:
         """
         grammar = params.grammar
         assert grammar is not None
-        guide = GrammarMatcher(self, grammar, params.ignore_eos)
-        if (end := guide.advance(output)) not in (None, len(output)):
+        matcher = GrammarMatcher(self, grammar, params.ignore_eos)
+        end = matcher.advance(output)
+        if end not in (None, len(output)):
             raise InvalidRequest.of("open.tokens", f"{len(output)} output tokens", f"{end}: {grammar.field} ends there")
-        return guide
+        return matcher
 
     async def compile_async(self, params: SamplingParams, output: Sequence[int] = ()) -> GrammarMatcher:
         """Return the same without blocking the event loop."""
@@ -280,14 +281,15 @@ def _has_limits_left(matcher: LLMatcher) -> bool:
 
 
 def _definition(grammar: Grammar) -> str:
-    named = grammar.json_schema and "patternProperties" not in grammar.text and "\\u" not in grammar.text
-    text = " ".join(_PATTERN.findall(grammar.text)) if named else grammar.text
-    if len(_REPEATED.findall(text)) > MAX_REPEATED:  # the time to compile, and of later masks, grows with their square
+    patterns_are_named = grammar.json_schema and "patternProperties" not in grammar.text and "\\u" not in grammar.text
+    repeating = " ".join(_PATTERN.findall(grammar.text)) if patterns_are_named else grammar.text
+    # The time to compile, and of later masks, grows with the square of the repetitions.
+    if len(_REPEATED.findall(repeating)) > MAX_REPEATED:
         raise ValueError(f"more than {MAX_REPEATED} repetitions")
     if grammar.regex:
         return LLMatcher.grammar_from_regex(grammar.regex)
-    text = _TEXTS.sub("", grammar.text) if grammar.json_schema else grammar.text  # lark hides quotes
-    if any(float(number) <= LOWEST for number in _NEGATIVE.findall(text)) or grammar.lark.lstrip()[:1] == "{":
+    unquoted = _TEXTS.sub("", grammar.text) if grammar.json_schema else grammar.text  # lark hides quotes
+    if any(float(number) <= LOWEST for number in _NEGATIVE.findall(unquoted)) or grammar.lark.lstrip()[:1] == "{":
         raise ValueError(f"numbers must be above {LOWEST:g}, and lark no list of grammars in JSON, which may hide one")
     for found in _SCHEMAS.finditer(grammar.text):
         with contextlib.suppress(json.JSONDecodeError):  # a comment or text of lark; of others the compiler tells
@@ -302,13 +304,17 @@ def _definition(grammar: Grammar) -> str:
 
 def _constants(schema: Any) -> Iterator[int]:
     """Yield the integers that a schema has as constants or within them."""
-    left = [(schema, False, False)]  # with: its keys are names and no keywords, it is within a constant
+    left = [(schema, False, False)]
     while left:
-        part, named, inside = left.pop()
-        if inside and isinstance(part, int):
+        part, keys_are_names, inside_constant = left.pop()
+        if inside_constant and isinstance(part, int):
             yield part
-        pairs = part.items() if isinstance(part, dict) else (("", it) for it in part) if isinstance(part, list) else ()
-        left += [(it, name in NAMED and not named, inside or (name in CONSTANTS and not named)) for name, it in pairs]
+        if isinstance(part, list):
+            left += [(value, False, inside_constant) for value in part]
+        elif isinstance(part, dict):
+            for key, value in part.items():
+                keyword = "" if keys_are_names else key
+                left.append((value, keyword in NAMED, inside_constant or keyword in CONSTANTS))
 
 
 def _on_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:

@@ -221,10 +221,12 @@ def _sorted_nucleus(probs: torch.Tensor, top_p: torch.Tensor, sizes: Sequence[in
     ids = ids.gather(1, order)
     # Ids equal to the last ones may be missing, so the last ones must not be needed.
     safe = (top * (top > top[:, -1:])).cumsum(dim=-1)[:, -1] >= top_p[:, 0]
-    if not bool(safe.all()):
-        found = _sorted_nucleus(probs[rest := (~safe).nonzero()[:, 0]], top_p[rest], sizes[1:])
-        top, ids = (torch.nn.functional.pad(each, (0, found[0].shape[1] - sizes[0])) for each in (top, ids))
-        top[rest], ids[rest] = found
+    if bool(safe.all()):
+        return top, ids
+    rest = (~safe).nonzero()[:, 0]
+    wider = _sorted_nucleus(probs[rest], top_p[rest], sizes[1:])
+    top, ids = (torch.nn.functional.pad(each, (0, wider[0].shape[1] - sizes[0])) for each in (top, ids))
+    top[rest], ids[rest] = wider
     return top, ids
 
 

@@ -204,9 +204,8 @@ class GuessTree:
         length = len(self._committed)
         if guess.parent == 0:
             if guess.position > length:
-                raise InvalidRequest.of(
-                    "guess.position", guess.position, f"at most {length}, the committed length, when it has no parent"
-                )
+                limit = f"at most {length}, the committed length, when it has no parent"
+                raise InvalidRequest.of("guess.position", guess.position, limit)
             return self._root, guess.position
         key = (guess.source, guess.parent)
         node = self._nodes.get(key)

@@ -123,6 +123,7 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     plan = loop.TrainingPlan(tokens=order.learn_tokens, learning_rate=order.learning_rate, seed=order.seed)
     training = loop.Training(method, examples, held_out_examples, plan, order.out, identity, device)
     metrics = training.run(watcher.on_step)
+    learnt = {"tokens": training.tokens, "steps": training.step, "minutes": round(training.seconds / 60, 1)}
     card = Card(
         method=order.method,
         target=info.name,
@@ -131,15 +132,7 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
         ends_digest=target_weights.digest,
         shape=dict(method.shape),
         data=json.loads(json.dumps(asdict(recipe))) | {"tokens": sum(len(example.tokens) for example in examples)},
-        training={
-            **asdict(plan),
-            "tokens": training.tokens,
-            "steps": training.step,
-            "unroll": order.unroll,
-            "start": order.start,
-            "minutes": round(training.seconds / 60, 1),
-            "device": str(device),
-        },
+        training=asdict(plan) | learnt | {"unroll": order.unroll, "start": order.start, "device": str(device)},
         metrics=metrics,
         command=order.command,
     )
