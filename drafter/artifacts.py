@@ -25,8 +25,7 @@ def read_trained(
     card, weights = cards.load(folder, method)
     matrices = read_embeddings_and_head(settings.target, progress)
     card.check_target(folder, settings.target, matrices.digest)
-    device = EngineOptions.of(settings).selected_device
-    matrices = matrices.on(device)
+    matrices = matrices.on(EngineOptions.of(settings).selected_device)
     with cards.reading(folder):
         module = from_weights(card.shape, weights, matrices)
-    return module.eval().to(device), card.info(folder, weights)
+    return module.eval().to(matrices.head.device), card.info(folder, weights)

@@ -245,19 +245,23 @@ class BlendDrafter:
     def _run_model(self, model: str, requests: Sequence[DraftRequest]) -> dict[str, Guess]:
         started = self._clock()
         drafts = self._members[model].draft(requests)
-        spent = self._clock() - started
+        spent_s = self._clock() - started
         for request, draft in zip(requests, drafts, strict=True):
             self._sessions[request.session].accuracy.record_tokens(model, request, draft)
-        levels = max(map(DraftRequest.new_levels, requests, drafts))
-        reads = any(not self._sessions[request.session].records[model].hits.weight for request in requests)
-        known = self._seconds[model]
-        if levels and (known.weight or not reads):
-            usual = known.total / known.weight if known.weight else self._first_s.pop(model, None)
-            if usual is None:  # a first time that stood for itself may have been a stall
-                self._first_s[model] = spent / levels
-            else:
-                known.add(min(spent, _OUTLIER * usual * levels), levels)
+        reads_prompt = any(not self._sessions[request.session].records[model].hits.weight for request in requests)
+        self._record_time(model, spent_s, max(map(DraftRequest.new_levels, requests, drafts)), reads_prompt)
         return {request.session: draft for request, draft in zip(requests, drafts, strict=True)}
+
+    def _record_time(self, model: str, spent_s: float, levels: int, reads_prompt: bool) -> None:
+        """Record the time of a draft. Until one is known, those in which a model reads a prompt do not count."""
+        known = self._seconds[model]
+        if not levels or (reads_prompt and not known.weight):
+            return
+        usual = known.total / known.weight if known.weight else self._first_s.pop(model, None)
+        if usual is None:  # a first time that stood for itself may have been a stall
+            self._first_s[model] = spent_s / levels
+        else:
+            known.add(min(spent_s, _OUTLIER * usual * levels), levels)
 
     def _model_request(self, session: _SessionState, model: str) -> DraftRequest:
         pending = session.pending_states.get(model)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 
-from drafter import methods
 from drafter.interface import Drafter
 from outrider.models.drafter_choice import drafter_kinds
 from outrider.protocol.errors import StartupError
@@ -31,11 +29,10 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Drafter:
     """Build the drafter of `settings.kind`; several kinds joined by + are blended."""
     names = settings.kind.split("+")
     for name in names:
-        module = f"{methods.__name__}.{name.replace('-', '_')}"
-        if name.replace("-", "").isidentifier() and importlib.util.find_spec(module) is not None:
-            importlib.import_module(module)  # of these kinds only: a drafter without a model must not load torch
-        if name not in _factories:
+        if name not in drafter_kinds():
             raise StartupError.of("kind", settings.kind, f"one of {', '.join(sorted(drafter_kinds()))}")
+        # Of these kinds only: a drafter without a model must not load torch.
+        importlib.import_module(f"drafter.methods.{name.replace('-', '_')}")
     if len(set(names)) < len(names):
         raise StartupError("drafter kind given twice", field="kind", value=settings.kind, limit="each kind once")
     members = {name: _factories[name](settings, progress) for name in names}

@@ -146,7 +146,7 @@ class PublishedCheckpoint:
             for name, entry in self.entries.items()
         }
         for name in self.lacks:
-            if target is None or target.head_bias is not None or target.softcap:
+            if target is None or (name == HEAD and (target.head_bias is not None or target.softcap)):
                 raise refused(self.folder, f"has no {name}, and the target has no plain one")
             weights[name] = (target.embeddings if name == EMBEDDINGS else target.head).to(dtype)
         self.module.ids, order = self._target_ids().sort()

@@ -206,8 +206,7 @@ class GrammarCompiler:
         grammar = params.grammar
         assert grammar is not None
         matcher = GrammarMatcher(self, grammar, params.ignore_eos)
-        end = matcher.advance(output)
-        if end not in (None, len(output)):
+        if (end := matcher.advance(output)) not in (None, len(output)):
             raise InvalidRequest.of("open.tokens", f"{len(output)} output tokens", f"{end}: {grammar.field} ends there")
         return matcher
 

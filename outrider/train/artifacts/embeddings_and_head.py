@@ -82,15 +82,16 @@ def read_embeddings_and_head(target: str, progress: Callable[[str], None]) -> Em
     path = locate(target, progress)
     progress("reading the target's embeddings")
     try:
-        model = empty_model(config := AutoConfig.from_pretrained(path, trust_remote_code=False))
-        names = embeddings, head, bias = _names(model)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        model = empty_model(config)
+        embeddings, head, bias = names = _names(model)
         rows = rows_in_file(path, model)
         read = {name: rows[name].dequantize() if rows else _read(path, name) for name in names if name}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         message = f"cannot read the embeddings of {target!r}: {error}"
         raise StartupError(message, field="target", value=target, limit="safetensors") from error
-    scaled, biases = _scaled(read[head].float(), config), read[bias].float() if bias in read else None
-    return EmbeddingsAndHead(read[embeddings].float(), scaled, biases, _softcap(config))
+    head_bias = None if bias is None else read[bias].float()
+    return EmbeddingsAndHead(read[embeddings].float(), _scaled(read[head].float(), config), head_bias, _softcap(config))
 
 
 def _names(model: PreTrainedModel) -> tuple[str, str, str | None]:

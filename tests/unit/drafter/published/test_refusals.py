@@ -9,6 +9,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from safetensors.torch import save_file
 from drafter.published.loading import PublishedCheckpoint
 from drafter.published.weight_files import read_finite, weight_entries
 from outrider.protocol.errors import StartupError
-from tests.published import CASES, HIDDEN, VOCAB, Weights, dflash, eagle3, weights_of, write
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
+from tests.published import CASES, HIDDEN, VOCAB, Weights, dflash, eagle, eagle3, weights_of, write
 
 Change = Callable[[Weights], object]
 
@@ -344,6 +346,18 @@ def test_a_configuration_of_a_million_layers_costs_nothing(tmp_path: Path) -> No
 def test_tensors_that_are_not_those_of_the_configuration(change: Change, reason: str, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=reason):
         PublishedCheckpoint.open(spoilt(tmp_path, change))
+
+
+@pytest.mark.parametrize("change", [{"softcap": 30.0}, {"head_bias": torch.zeros(VOCAB)}])
+def test_a_head_that_is_not_plain_is_refused_where_the_drafter_needs_it(change: dict[str, Any], tmp_path: Path) -> None:
+    matrix = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
+    target = replace(EmbeddingsAndHead(matrix, matrix, None, 0.0), **change)
+    with_head = spoilt(tmp_path / "head", lambda weights: weights.pop("embed_tokens.weight", None))
+    checkpoint = PublishedCheckpoint.open(with_head)
+    assert checkpoint.lacks == ("embed_tokens.weight",)
+    assert torch.equal(checkpoint.load(target).embed_tokens.weight, matrix)
+    with pytest.raises(StartupError, match=r"has no lm_head\.weight, and the target has no plain one"):
+        PublishedCheckpoint.open(eagle(tmp_path / "none")).load(target)
 
 
 @pytest.mark.parametrize("offset", [VOCAB, -1, -(1 << 62)])
