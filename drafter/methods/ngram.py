@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
@@ -51,14 +52,14 @@ class NgramDrafter:
         self.info = ModelInfo(name="ngram", fingerprint=f"ngram-{shortest}-{longest}", architecture="none")
         self.vocabulary: Vocabulary | None = None
         self._sizes = range(min(shortest, longest), longest + 1)
-        self._indexes: dict[str, _Index] = {}
+        self._indexes = defaultdict[str, _Index](lambda: _Index(self._sizes))
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         return [self.propose(request) for request in requests]
 
     def propose(self, request: DraftRequest) -> Guess:
         """Return the draft with a rough estimate of its acceptance: n-grams are not counted."""
-        index = self._indexes.setdefault(request.session, _Index(self._sizes))
+        index = self._indexes[request.session]
         if not index.extend(request.tokens, request.committed):
             return request.chain()  # call again
         start = index.find(request.tokens)

@@ -7,7 +7,7 @@ guess is extended while the counts say that it is likely to be accepted.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -33,12 +33,13 @@ _MAX_OPTIONS = 64  # continuations of one place that are compared for siblings
 class _SessionText:
     """Indexed tokens of one session."""
 
-    salt: str
+    salt: str = ""
     automaton: Automaton = field(default_factory=Automaton)
     output: list[int] = field(default_factory=list)
 
     def index(self, request: DraftRequest) -> bool:
         """Index the committed tokens, up to the limit per request; return whether all are indexed."""
+        self.salt = request.cache_salt
         known = self.automaton.size
         new = request.tokens[known : min(request.committed, known + _INDEXED_PER_REQUEST)]
         self.automaton.extend(new)
@@ -91,14 +92,14 @@ class SuffixDrafter:
         self._shared_tokens = shared_tokens
         self._factor = factor
         self._certainty = certainty
-        self._texts: dict[str, _SessionText] = {}
+        self._texts = defaultdict[str, _SessionText](_SessionText)
         self._shared_texts: OrderedDict[str, _SharedText] = OrderedDict()
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         return [self.propose(request) for request in requests]
 
     def propose(self, request: DraftRequest) -> Guess:
-        text = self._texts.setdefault(request.session, _SessionText(request.cache_salt))
+        text = self._texts[request.session]
         if not text.index(request):
             return request.chain()  # call again
         shared = self._shared_texts.get(request.cache_salt)

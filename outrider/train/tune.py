@@ -69,7 +69,6 @@ def _lengths_by_layer(
     if norm is None:
         raise StartupError(f"{type(model).__name__} has no final norm where expected: no early exit", field="target")
     target_weights = EmbeddingsAndHead.of(model)
-    every = torch.arange(len(target_weights.head))
     found: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # by layer
     for example in examples:
         if len(example.tokens) < example.prompt_length + 2:
@@ -80,7 +79,7 @@ def _lengths_by_layer(
         states = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         # The first entry is the embeddings, the last one the whole model.
         for layer, state in enumerate(states[1:-1]):
-            guess = target_weights.logits(norm(state[:, 1:]), every).argmax(dim=-1)
+            guess = target_weights.logits(norm(state[:, 1:]), slice(None)).argmax(dim=-1)
             lengths = accepted_lengths([guess == true] * gamma_max, batch.written)
             found[layer].append(torch.cat([lengths, batch.room]))
     return [torch.cat(parts, dim=1) for parts in found.values()]

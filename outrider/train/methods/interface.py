@@ -125,8 +125,7 @@ def cross_entropy(target: torch.Tensor, drafter: torch.Tensor) -> torch.Tensor:
 
 def greedy_targets(target_weights: EmbeddingsAndHead, batch: Batch) -> torch.Tensor:
     """Return the target's greedy token after each position.  # [batch, places]"""
-    every = torch.arange(target_weights.head.shape[0], device=batch.tokens.device)
-    return target_weights.logits(batch.wanted, every).argmax(dim=-1)
+    return target_weights.logits(batch.wanted, slice(None)).argmax(dim=-1)
 
 
 def accepted_lengths(correct: Sequence[torch.Tensor], written: torch.Tensor) -> torch.Tensor:
