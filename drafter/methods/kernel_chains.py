@@ -38,18 +38,18 @@ class KernelChains:
         rows = [self._rows[token] if token in self._rows else self._recent_row(token) for token in tokens]
         params, first, room = request.params, len(request.tokens), request.room
         keys = [] if params.greedy else [shared_key(params, position) for position in range(first, first + room)]
-        draws = (params.temperature, keys)
-        found, computed = self._engine.chain(self._chain, request.session, states, rows, room, draws)
-        return [self.ids[column] for column in found], computed.hidden_states[0].clone(), computed.logits[0].clone()
+        found, result = self._engine.chain(self._chain, request.session, states, rows, room, (params.temperature, keys))
+        return [self.ids[column] for column in found], result.hidden_states[0].clone(), result.logits[0].clone()
 
     def _recent_row(self, token: int) -> int:
         """Return the row of a token's part; a new token takes that of the least recently used one."""
         row = self._recent_rows.pop(token, None)
         if row is None:
+            part = self._part_of(torch.tensor(token))
             row = len(self.ids) + len(self._recent_rows)
             if row == len(self._parts):
                 row = self._recent_rows.pop(next(iter(self._recent_rows)))
-            self._parts[row] = self._part_of(torch.tensor(token))
+            self._parts[row] = part
         self._recent_rows[token] = row
         return row
 
