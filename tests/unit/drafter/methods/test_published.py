@@ -238,6 +238,20 @@ def test_low_confidence_ends_a_guess_where_any_rule_is_exact(
     assert draft.done == (len(draft.tokens) < 4)
 
 
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_block_adds_nothing_where_the_tree_is_as_deep_as_it_may_be(
+    name: str, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published_blocks, "_MIN_CONFIDENCE", 0.0)
+    served = Served(name, tmp_path, target)
+    (chain,) = served.drafter.draft([ask_for(PROMPT, 3, served.sent(0, len(PROMPT) - 1))])
+    open_guess = Guess(len(PROMPT), 0, 0, chain.tokens)
+    for depth, wanted in ((3, 3), (4, 4)):
+        request = replace(ask_for(PROMPT, 2), tokens=[*PROMPT, *chain.tokens], open_guess=open_guess, depth=depth)
+        (guess,) = served.drafter.draft([request])
+        assert (len(guess.tokens), guess.done) == (wanted, True)
+
+
 def test_a_block_goes_on_behind_committed_tokens_whose_states_are_on_their_way(tmp_path: Path, target: str) -> None:
     served = Served("dflash", tmp_path, target)
     (draft,) = served.drafter.draft([ask_for(PROMPT, 5, served.sent(0, len(PROMPT) - 1))])
