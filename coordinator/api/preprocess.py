@@ -27,7 +27,6 @@ log = structlog.get_logger(__name__)
 
 _FOR_GRAMMARS = ThreadPoolExecutor(4, "grammars")  # so that other requests do not wait for a slow one
 
-
 Input = str | Chat | Sequence[int] | None  # a prompt, a chat or tokens
 
 

@@ -67,9 +67,8 @@ class DrafterSelection:
 
     def add(self, source: int, accepted_tokens: float, proposal_rate: float) -> None:
         """Add an attached drafter with the results expected of it."""
-        self._standings[source] = _Standing(
-            DecayedMean(SMOOTHING, accepted_tokens), DecayedMean(SMOOTHING, accepted_tokens * proposal_rate)
-        )
+        per_step = DecayedMean(SMOOTHING, accepted_tokens * proposal_rate)
+        self._standings[source] = _Standing(DecayedMean(SMOOTHING, accepted_tokens), per_step)
         self._find_best()
 
     def remove(self, source: int) -> None:

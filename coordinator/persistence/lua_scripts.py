@@ -16,22 +16,16 @@ MAX_WORKER_BYTES = 256 * 1024
 MAX_EPOCH_DIGITS = 15  # larger integers are inexact in Lua
 
 _SHAPES = f"""
-local function is(key, wanted)
-  return redis.call('TYPE', key).ok == wanted
-end
+local function is(key, wanted) return redis.call('TYPE', key).ok == wanted end
+local function absent(key) return is(key, 'none') end
+local function text_or_none(key) return is(key, 'string') or absent(key) end
 -- Epoch of a valid session record, or nil.
 local function epoch_of(key)
   local text = is(key, 'hash') and redis.call('HGET', key, 'epoch')
   if text and #text <= {MAX_EPOCH_DIGITS} and string.find(text, '^%d+$') then return tonumber(text) end
 end
-local function absent(key)
-  return is(key, 'none')
-end
 local function expire(seconds)
   for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, seconds) end
-end
-local function text_or_none(key)
-  return is(key, 'string') or absent(key)
 end
 """
 

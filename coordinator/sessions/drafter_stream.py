@@ -127,8 +127,8 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.limits = DraftLimits(time.monotonic())
         self.earlier = earlier
         self._unsent: tuple[int, ...] = ()  # committed tokens
-        self._unsent_states: HiddenStateWindow | None = None
         self._position = 0  # after them
+        self._unsent_states: HiddenStateWindow | None = None
 
     async def guesses(self) -> AsyncIterator[common.Guess]:
         """Yield guesses as received, marked with their source, and record their drafting time.
@@ -166,7 +166,8 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.limits.renew(time.monotonic())
         if self._unsent and len(self._unsent) + len(tokens) > MAX_GAMMA + 1:
             self._send_committed()
-        self._unsent, self._position = (*self._unsent, *tokens), position + len(tokens)
+        self._unsent += tokens
+        self._position = position + len(tokens)
         states = hidden_states if self.joined and self.wants_hidden_states else None
         if states is not None:
             self._unsent_states = self._unsent_states or HiddenStateWindow()
@@ -177,11 +178,12 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         return 0 if states is None else len(states.rows)
 
     def _send_committed(self) -> None:
-        position, tokens, self._unsent = self._position - len(self._unsent), self._unsent, ()
-        window, self._unsent_states = self._unsent_states, None
-        unsent = None if window is None else window.contents()
-        states = None if unsent is None else convert.hidden_states_to_proto(self.earlier.follow(unsent))
-        self.send(draft.DraftRequest(committed=draft.Committed(position=position, tokens=tokens, hidden_states=states)))
+        committed = draft.Committed(position=self._position - len(self._unsent), tokens=self._unsent)
+        states = None if self._unsent_states is None else self._unsent_states.contents()
+        if states is not None:
+            committed.hidden_states.CopyFrom(convert.hidden_states_to_proto(self.earlier.follow(states)))
+        self._unsent, self._unsent_states = (), None
+        self.send(draft.DraftRequest(committed=committed))
 
     def steer(self, plan: SpeculationPlan, drafters: int = 1) -> None:
         before, self._steering = self._steering, plan.for_drafter(drafters)

@@ -168,8 +168,9 @@ class Drafting:
         if isinstance(reply, EarlierReply):
             self._stats.hidden_bytes += relay_earlier(self._attached.values(), reply)
         elif digest := self._states.missing(reply.error):
-            for each in (each for each in self._attached.values() if each.spec.projection == digest):
-                each.cancel(PeerLost("the verifier does not have its projection"))
+            for each in self._attached.values():
+                if each.spec.projection == digest:
+                    each.cancel(PeerLost("the verifier does not have its projection"))
         elif (drafter := self._attached.get(reply.source)) is not None:
             reason = f"the verifier refuses its guesses: {reply.error.message}"
             self._chooser.exclude(drafter.connection.info, reason)
@@ -256,7 +257,8 @@ class Drafting:
         self._stats.record_guess(guess)
         late = self._record.position - guess.position
         useful = guess.parent <= drafter.relayed or guess.parent > drafter.received  # unknown parents are refused there
-        drafter.received = max(drafter.received, guess.first_id + len(guess.tokens) - 1)
+        last_id = guess.first_id + len(guess.tokens) - 1
+        drafter.received = max(drafter.received, last_id)
         if not guess.tokens:
             if late < 0:  # after guesses that are open: no more of them before the next commit
                 guess.position, guess.parent = self._record.position, 0
@@ -265,12 +267,13 @@ class Drafting:
                 self._forward_pass()
             return
         if guess.parent == 0 and late > 0:  # its position was committed before it arrived
-            token = self._record.tokens[-late] if late <= len(self._record.tokens) else None
+            committed = self._record.tokens[-late] if late <= len(self._record.tokens) else None
             for pair in (drafter.pair, self._estimator.pair):
-                pair.observe_late_guess(hit=guess.tokens[0] == token)
-            useful = any(each == token and not up for each, up in zip(guess.tokens, guess.parents or [0], strict=False))
+                pair.observe_late_guess(hit=guess.tokens[0] == committed)
+            parents = guess.parents or [0]  # of a chain, the first token's alone
+            useful = committed in [token for token, parent in zip(guess.tokens, parents, strict=False) if parent == 0]
         if useful:
-            drafter.relayed = max(drafter.relayed, guess.first_id + len(guess.tokens) - 1)
+            drafter.relayed = max(drafter.relayed, last_id)
             verifier.guess(guess)
 
     def _leave(self, drafter: DrafterStream) -> None:
@@ -278,17 +281,18 @@ class Drafting:
         del self._attached[drafter.source]
         self._selection.remove(drafter.source)
         histories = self._histories.pop(drafter.source)
-        read = drafter.joined and drafter.shares_cores and self._record.request.speculation.gamma is None
-        owes = read and not self._estimator.shared  # beside others, guesses are judged anew
-        reading = None if not owes else 0.0 if drafter.direct and self._text.cold else READING
+        reading: float | None = None
+        chosen = drafter.joined and drafter.shares_cores and self._record.request.speculation.gamma is None
+        if chosen and not self._estimator.shared:  # beside others, guesses are judged anew
+            reading = 0.0 if drafter.direct and self._text.cold else READING
         histories.remember(drafter.pair, self._estimator.pair, alone=self._sources == 1, reading=reading)
 
     def _steer(self) -> None:
         """Choose a plan and send what changed to verifier and drafters."""
         if (verifier := self._verifier) is None:
             return
-        self._best, best = None, self._attached.get(self._selection.best or 0)
-        if best is not None:
+        self._best = None
+        if (best := self._attached.get(self._selection.best or 0)) is not None:
             self._stats.drafter_kind = best.connection.info.kind
             self._best = _best_drafter(verifier, best.connection, best.pair, shares_cores=best.shares_cores)
         steering = self.control.decide(self._best)

@@ -67,14 +67,14 @@ class Session:
         self._context = context
         self._tenant = tenant()
         self.urgency = urgency() if request.priority is None else replace(urgency(), priority=request.priority)
-        name, owned = record.session_id, "is owned by another coordinator now"
-        lost = Fenced(f"session {name} {owned}", field="session_id", value=name)
+        message = f"session {record.session_id} is owned by another coordinator now"
+        lost = Fenced(message, field="session_id", value=record.session_id)
         self._entry = Entry(record, lambda cancelled: self.cancel() if cancelled else self.stop(lost))
         self._task: asyncio.Task[None] | None = None
         self._refused = 0  # by full verifiers
         prefix = PromptPrefix(request.prompt, request.cache_salt, request.params.max_tokens + _EXTRA_TOKENS)
-        known = (target.identity, prefix, target.info.eos_token_ids)
-        self._verifiers = VerifierChooser(context.drafting.worker_pool, context.worker_wait_s, *known)
+        pool, ends = context.drafting.worker_pool, target.info.eos_token_ids
+        self._verifiers = VerifierChooser(pool, context.worker_wait_s, target.identity, prefix, ends)
         self.drafting = Drafting(record, target.info, context.drafting, self.stats)
         self.output.append(record.tokens, record.kinds, record.logprobs)
         if record.finished:
@@ -112,7 +112,9 @@ class Session:
         if self._task is not None:
             self._task.cancel()
         drawn = self.record.request.params.mode.needs_draft_probs  # then the end counts once it is stored
-        self.error = self.error or (None if self.ended or (self.record.finished and not drawn) else error)
+        complete = self.ended or (self.record.finished and not drawn)
+        if not complete:
+            self.error = self.error or error
         self._end()
 
     async def closed(self) -> None:

@@ -16,6 +16,9 @@ from pathlib import Path
 
 from outrider.protocol.errors import StartupError
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SAYS_FULL = re.compile(r"\(os error (28|122|27)\)|No space left|unexpected pos")  # errors of safetensors and torch
+
 
 def read_named(field: str, path: str) -> bytes:
     """Return the content of the file that a setting names; raise StartupError if it cannot be read."""
@@ -48,10 +51,7 @@ def room_for(path: Path) -> Iterator[None]:
     except StartupError:
         raise  # of a block within
     except Exception as error:
-        codes, said = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), str(error)  # safetensors and torch only say it
-        if getattr(error, "errno", 0) in codes or re.search(
-            r"\(os error (28|122|27)\)|No space left|unexpected pos", said
-        ):
+        if getattr(error, "errno", 0) in _FULL or _SAYS_FULL.search(str(error)):
             message = f"no room for {path}: {error}; free some space and repeat the command, which continues from there"
             raise StartupError(message, field="path", value=str(path)) from error
         raise

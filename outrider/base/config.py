@@ -237,13 +237,8 @@ def has_secrets(settings: Settings) -> bool:
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     switch = f"/--no-{_flag(name)[2:]}" if field.annotation is bool else ""
     option = typer.Option(_flag(name) + switch, envvar=PREFIX + name.upper(), help=field.description, show_default=True)
-    secret = field.annotation is SecretStr
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default="" if secret else field.default,
-        annotation=Annotated[str if secret else field.annotation, option],
-    )
+    kind, default = (str, "") if field.annotation is SecretStr else (field.annotation, field.default)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
 def _flag(name: str) -> str:

@@ -51,9 +51,8 @@ def max_connections(settings: Settings) -> int:
 
 def raise_descriptor_limit() -> None:
     """Raise the descriptor limit to the maximum of this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def channel_options(receive_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -63,15 +62,15 @@ def check_fields(message: Any, where: str = "") -> None:
         if field.message:
             for index, one in enumerate(content):
                 check_fields(one, f"{place}[{index}].")
+        elif field.longest is not None and field.repeated:
+            for index, text in enumerate(content):
+                _check_text(f"{place}[{index}]", text, field.longest)
         elif field.longest is not None:
-            _check_texts(place, content if field.repeated else (content,), field.longest)
+            _check_text(place, content, field.longest)
 
 
-def _check_texts(where: str, texts: Sequence[str | bytes], longest: int) -> None:
-    for index, text in enumerate(texts):
-        if len(text) > longest:
-            place = where if isinstance(texts, tuple) else f"{where}[{index}]"
-            check_count(place, len(text), longest, "bytes" if isinstance(text, bytes) else "characters")
+def _check_text(place: str, text: str | bytes, longest: int) -> None:
+    check_count(place, len(text), longest, "bytes" if isinstance(text, bytes) else "characters")
 
 
 @cache
@@ -84,5 +83,6 @@ def _field(one: FieldDescriptor) -> _Field | None:
     kind, repeated = one.message_type, one.is_repeated
     nested = kind is not None and not kind.GetOptions().map_entry and bool(_bounded_fields(kind))
     longest = LONGEST.get(one.name, OTHER) if one.type in _TEXTS else None
-    most = MOST.get(one.name, None if longest is None and not nested else OTHER_MOST) if repeated else None
+    usual = OTHER_MOST if nested or longest is not None else None
+    most = MOST.get(one.name, usual) if repeated else None
     return _Field(one.name, repeated, longest, most, nested) if nested or longest or most else None

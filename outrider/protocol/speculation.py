@@ -105,9 +105,8 @@ class Distribution:
         check_token(f"{name}.id_deltas", self.ids[0], vocab_size)
         check_token(f"{name}.id_deltas", self.ids[-1], vocab_size)
         if min(self.weights) < 1 or sum(self.weights) != WHOLE:
-            raise InvalidRequest.of(
-                f"{name}.weights", f"a sum of {sum(self.weights)}", f"parts of at least 1 that sum to {WHOLE}"
-            )
+            found = f"a sum of {sum(self.weights)}"
+            raise InvalidRequest.of(f"{name}.weights", found, f"parts of at least 1 that sum to {WHOLE}")
 
 
 @dataclass(frozen=True)
@@ -314,7 +313,7 @@ class Verdict:
 
 def joined(verdicts: Sequence[Verdict]) -> Verdict:
     """Return plain verdicts as one."""
-    first, *_, last = verdicts[0], *verdicts
+    first, last = verdicts[0], verdicts[-1]
     if first is last:
         return first
     return replace(
