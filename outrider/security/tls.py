@@ -54,7 +54,7 @@ class Tls:
             name=name,
         )
         context = _context(cert, key) if cert else None
-        if given.ca:
+        if ca not in ("", SYSTEM):  # not by its content: with an empty file, gRPC would trust its own authorities
             _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ca)
         return replace(given, context=context, lenient_context=context)
 
@@ -80,9 +80,8 @@ class Tls:
         return replace(given, client_auth=True, context=asking)
 
     def server_configuration(self) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration(
-            [(self.key, self.cert)], root_certificates=self.ca if self.client_auth else None
-        )
+        asked = self.ca if self.client_auth else None  # the authorities of callers
+        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], root_certificates=asked)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return the credentials of outgoing calls, with our certificate for servers that require one."""

@@ -286,6 +286,27 @@ async def test_certificates_and_authority_are_exchanged(slow: LoadedModel, tmp_p
     assert not [entry for entry in logs if entry["log_level"] == "error"], "a pair half replaced is waited for"
 
 
+async def test_an_authority_whose_file_is_emptied_stays_the_only_one(slow: LoadedModel, tmp_path: Path) -> None:
+    """With no authority at all, the services would trust each public one, and not each other."""
+    authority = Authority.make(tmp_path / "authority")
+    mine = authority.issue("mine")
+    (tmp_path / "api-keys").write_text("client\n")
+    await put(mine, authority.path.read_bytes(), tmp_path)
+    files = {"tls_cert": str(tmp_path / "tls.pem"), "tls_key": str(tmp_path / "tls.key")}
+    files["tls_ca"] = str(tmp_path / "ca.pem")
+    with capture_logs() as logs:
+        async with serving(slow, tmp_path, fleet_key="f", **files) as (address, service):
+            (tmp_path / "ca.pem").write_text("")
+            await read_again(logs, TLS, services=3, event=NOT_USED)
+            assert await opens(address, "client", Tls.load(ca=str(authority.path)))
+            assert service.credentials.tls is not None
+            assert service.credentials.tls.ca == authority.path.read_bytes()
+            assert all(link.usable() for link in service.sessions.worker_pool.connections())
+    told = [entry["error"] for entry in logs if entry["event"] == NOT_USED]
+    assert told == [told[0]] * 3, "once for each service"
+    assert f"tls_ca {files['tls_ca']} holds no certificate" in told[0]
+
+
 async def test_services_that_share_a_certificate_go_by_its_name(slow: LoadedModel, tmp_path: Path) -> None:
     """They call each other at 127.0.0.1, which the certificate does not name; clients may do the same."""
     authority = Authority.make(tmp_path)

@@ -93,6 +93,16 @@ def test_files_that_are_something_else(authority: Authority, tmp_path: Path) -> 
     assert f"tls_ca {text} holds no certificate" in refusal(**files, tls_ca=text)
 
 
+def test_an_empty_file_of_authorities_is_refused(authority: Authority, tmp_path: Path) -> None:
+    """With no authorities gRPC would trust its own, which are public."""
+    mine = authority.issue("empty")
+    empty = tmp_path / "ca.pem"
+    empty.touch()
+    assert f"tls_ca {empty} holds no certificate" in refusal(tls_cert=mine.cert, tls_key=mine.key, tls_ca=empty)
+    with pytest.raises(StartupError, match="holds no certificate"):
+        Tls.load(ca=str(empty))
+
+
 def test_a_service_with_an_authority_alone_would_listen_in_plain_text(authority: Authority) -> None:
     assert "plain text" in refusal(tls_ca=authority.path)
 
