@@ -19,7 +19,8 @@ HEADER = "authorization"
 _SCHEME = "bearer"
 _NAME = re.compile(r"(?!key-)[A-Za-z0-9._-]{1,64}")
 _ENTRY = "[NAME: ]KEY [requests_per_minute=N] [tokens_per_minute=N] [max_sessions=N] [priority=N] [best_priority=N]"
-_LIMIT = re.compile(r"[a-z_]+=[0-9]{1,12}|(best_)?priority=-?[0-9]{1,3}")
+_AMOUNT = re.compile("[0-9]{1,12}")
+_CLASS = re.compile("-?([0-9]{1,2}|100)")  # as a request may have: with another one, no session could be resumed
 
 
 @dataclass(slots=True)
@@ -157,7 +158,8 @@ def _limits(words: Sequence[str], where: str, field: str) -> TenantLimits:
     given: dict[str, int] = {}
     for word in words:
         name, _, number = word.partition("=")
-        if name not in TenantLimits.__dataclass_fields__ or name in given or not _LIMIT.fullmatch(word):
+        form = _CLASS if name.endswith("priority") else _AMOUNT
+        if name not in TenantLimits.__dataclass_fields__ or name in given or not form.fullmatch(number):
             raise StartupError(f"{where} has an invalid limit", field=field, limit=_ENTRY)
         given[name] = int(number)
     return TenantLimits(**given)

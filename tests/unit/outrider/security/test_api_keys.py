@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.api.service import CoordinatorService
+from coordinator.persistence.session_record import MAX_PRIORITY
 from outrider.base import config
 from outrider.base.config import has_secrets
 from outrider.protocol.errors import KINDS, StartupError, Unauthenticated
@@ -165,6 +166,10 @@ def test_a_key_has_a_holder(tmp_path: Path) -> None:
         "web: s3cret max_sessions=-1",
         "web: s3cret max_sessions=1 max_sessions=2",
         "web: s3cret max_sessions=²",
+        "web: s3cret max_sessions",
+        f"web: s3cret priority={MAX_PRIORITY + 1}",
+        f"web: s3cret best_priority=-{MAX_PRIORITY + 1}",
+        "web: s3cret priority=--1",
         pytest.param("web: s3cret tokens_per_minute=" + 400 * "9", id="beyond a float"),
         pytest.param("web: s3cret tokens_per_minute=" + 5000 * "9", id="beyond what Python reads"),
         "a name: s3cret",
@@ -176,6 +181,14 @@ def test_an_entry_that_does_not_read_is_refused_unseen(entry: str) -> None:
     with pytest.raises(StartupError) as caught:
         ApiKeys.parse(entry, "api_keys")
     assert "s3cr" not in f"{caught.value.message} {caught.value.value} {caught.value.limit}"
+
+
+def test_the_class_of_a_key_is_one_that_a_request_may_have() -> None:
+    """A session of another class would be stored, and could not be read again."""
+    keys = ApiKeys.parse(f"web: s3cret priority={MAX_PRIORITY} best_priority=-{MAX_PRIORITY}", "api_keys")
+    web = keys.tenant_of("Bearer s3cret")
+    assert web is not None
+    assert web.limits == TenantLimits(priority=MAX_PRIORITY, best_priority=-MAX_PRIORITY)
 
 
 def test_what_belongs_to_a_tenant_has_other_names_than_another_s() -> None:
