@@ -37,22 +37,27 @@ class EndedSessions:
 
     async def load(self, session_id: str) -> tuple[SessionRecord, bool]:
         """Claim a session; return its record, and whether it is stored as finished."""
-        recent, answered = self._remembered(session_id), True
+        recent = self._remembered(session_id)
         try:
-            record = await self._store.claim(session_id, tenant().id)
+            stored = await self._store.claim(session_id, tenant().id)
         except (StoreDown, Unreadable):
             if recent is None:
                 raise
-            record, answered = replace(recent, epoch=recent.epoch + (not recent.guessed), guessed=True), False
-        if (record := record or recent) is None:
-            raise _unknown(session_id)
-        stored_as_finished = record.finished and answered
+            unanswered = replace(recent, epoch=recent.epoch if recent.guessed else recent.epoch + 1, guessed=True)
+            self.keep(unanswered)
+            return unanswered, False
+        if recent is None or stored is None:
+            if (record := recent or stored) is None:
+                raise _unknown(session_id)
+            return record, stored is not None and stored.finished
         # A claim counts an unfinished session's epoch on by one; beyond that another coordinator may have owned it.
-        if recent is not None and recent.epoch - recent.guessed + (not record.finished) >= record.epoch:
-            most = max(record, recent, key=lambda each: (len(each.tokens), each.finished))
-            record = replace(most, epoch=max(recent.epoch, record.epoch), guessed=record.guessed)
-            self.keep(record)
-        return record, stored_as_finished
+        own_epoch = recent.epoch - 1 if recent.guessed else recent.epoch
+        if stored.epoch > (own_epoch if stored.finished else own_epoch + 1):
+            return stored, stored.finished
+        most = max(stored, recent, key=lambda each: (len(each.tokens), each.finished))
+        record = replace(most, epoch=max(recent.epoch, stored.epoch), guessed=False)
+        self.keep(record)
+        return record, stored.finished
 
     async def cancel(self, session_id: str) -> bool:
         """Cancel a session; return False if it had ended already."""

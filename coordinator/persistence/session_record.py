@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from coordinator.control.gamma import FixedChoices
-from outrider.protocol.checks import check_number, check_tokens
+from outrider.protocol.checks import check_tokens, check_whole
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fieldwise import KEY, from_plain, to_plain
 from outrider.protocol.sampling_params import SamplingParams
@@ -42,8 +42,7 @@ class SpeculationOptions(FixedChoices):
             ("branches", self.branches, 1, MAX_BRANCHES),
         ):
             if value is not None:
-                _check_whole(f"speculation.{name}", value)
-                check_number(f"speculation.{name}", value, low, high)
+                check_whole(f"speculation.{name}", value, low, high)
         _check_type("speculation.drafter", str, self.drafter)
         _check_type("speculation.ahead", bool | None, self.ahead)
 
@@ -84,6 +83,7 @@ class SessionRequest:
         _check_type("params.stop", str, *params.stop)
         if params.grammar is not None:
             _check_type("params.grammar", str, params.grammar.json_schema, params.grammar.regex, params.grammar.lark)
+            _check_type("params.grammar.json_object", bool, params.grammar.json_object)
         _check_type("cache_salt", str, self.cache_salt)
         if self.priority not in (None, *range(-MAX_PRIORITY, MAX_PRIORITY + 1)):
             raise InvalidRequest.of("priority", self.priority, f"in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
@@ -170,7 +170,7 @@ def unpack_logprobs(data: bytes, top: int) -> list[TokenLogprobs | None]:
 
 
 def _check_whole(name: str, *values: Any) -> None:
-    """Raise InvalidRequest for negative numbers and for booleans, which Python counts as integers."""
+    """Raise InvalidRequest for what `check_whole` refuses, and for negative numbers."""
     for value in values:
         if type(value) is not int or value < 0:
             raise InvalidRequest.of(name, value, "a whole number")

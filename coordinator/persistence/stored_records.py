@@ -127,7 +127,7 @@ def read_session(
     ids, kinds, ended = *unpack(tokens), int(finish or b"0")
     top = asked.params.logprobs
     known = [] if top is None else unpack_logprobs(logprobs, top)[: len(ids)]
-    if any(one and any(math.isnan(value) for value in (one.logprob, *one.top_logprobs)) for one in known):
+    if not all(math.isfinite(value) for one in known if one for value in (one.logprob, *one.top_logprobs)):
         raise Unreadable("session: logprobs that are no numbers")
     missing = 0 if top is None else len(ids) - len(known)  # evicted
     return SessionRecord(

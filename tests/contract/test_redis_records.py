@@ -35,7 +35,7 @@ from outrider.security.channels import Channels
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
-from tests.cluster import ROOT, Cluster, Redis, ask, client, failure, generate, until
+from tests.cluster import ROOT, Cluster, Output, Redis, ask, client, failure, follow, generate, until
 from tests.contract.conftest import House
 
 pytestmark = pytest.mark.timeout(120)
@@ -214,6 +214,20 @@ async def test_a_session_of_ours_is_written_over_what_a_stranger_put_there(house
             assert await house.service.sessions.write_behind.flush(5)
             assert there.hget(keys[0], "finish") is not None
             assert there.strlen(keys[1]) == 4 * 400
+
+
+async def test_a_finished_session_that_redis_has_lost_is_stored_again_when_it_is_read(house: House) -> None:
+    """Its coordinator remembers it; the others know only what Redis has."""
+    with redis.Redis.from_url(house.redis.url) as there:
+        async with client(house.coordinator) as stub:
+            before = await generate(stub, ask("Hello", max_tokens=9, ignore_eos=True))
+            assert await house.service.sessions.write_behind.flush(5)
+            there.delete(*(f"outrider:{kind}:{{{before.session_id}}}" for kind in ("session", "tokens")))
+            again = await follow(stub.Resume(pb.ResumeRequest(session_id=before.session_id), timeout=10), Output())
+            assert (again.token_ids, again.finish) == (before.token_ids, before.finish)
+            assert await house.service.sessions.write_behind.flush(5)
+            assert there.hget(f"outrider:session:{{{before.session_id}}}", "finish") == b"%d" % FinishReason.LENGTH
+            assert there.strlen(f"outrider:tokens:{{{before.session_id}}}") == 4 * 9
 
 
 class LosingReplies:

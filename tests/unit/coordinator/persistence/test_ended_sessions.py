@@ -80,6 +80,12 @@ async def test_without_a_stored_record_the_kept_one_continues() -> None:
     assert await load(ended(record_of(85, epoch=1), None)) == (85, 1, NONE, False)
 
 
+async def test_an_end_that_the_store_has_lost_is_yet_to_be_stored_again() -> None:
+    ends = FinishReason.LENGTH
+    assert await load(ended(record_of(85, 1, ends), None)) == (85, 1, ends, False)
+    assert await load(ended(record_of(85, 1, ends), record_of(85, 1, ends))) == (85, 1, ends, True)
+
+
 async def test_where_the_stored_record_is_damaged_the_kept_one_continues_and_replaces_it() -> None:
     """The claim may have counted before the record was read."""
     assert await load(ended(record_of(85, 1, CANCELLED), Unreadable("it"))) == (85, 2, CANCELLED, False)

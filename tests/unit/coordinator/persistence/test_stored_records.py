@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable
@@ -159,6 +160,9 @@ def changed_request(*path: str | int, to: Any) -> bytes:
         changed_request("params", "temperature", to=float("nan")),
         changed_request("params", "max_tokens", to=-1),
         changed_request("params", "max_tokens", to=[1]),
+        changed_request("params", "max_tokens", to=True),
+        changed_request("params", "seed", to=True),
+        changed_request("params", "logprobs", to=False),
         changed_request("params", "seed", to=None),
         changed_request("params", "seed", to=2**64),
         changed_request("params", "stop", to=[["a"]]),
@@ -173,6 +177,7 @@ def changed_request(*path: str | int, to: Any) -> bytes:
         changed_request("params", "verification", to="TELEPATHY"),
         changed_request("params", "grammar", to={"regex": 5}),
         changed_request("params", "grammar", to="x"),
+        changed_request("params", "grammar", to={"json_object": "yes"}),
         changed_request("params", "ignore_eos", to="yes"),
         changed_request("wish", "gamma", to=10**9),
         changed_request("wish", "drafter", to=[]),
@@ -199,6 +204,8 @@ def test_fields_of_a_session_are_bounded() -> None:
         {"model": b"\xff"},
         {"tenant": b"\xff"},
         {"tokens": pack([1], [Kind.PLAIN]), "logprobs": b"\x02" + b"\xff" * 40},
+        {"tokens": pack([1], [Kind.PLAIN]), "logprobs": pack_logprobs([TokenLogprobs(-math.inf, (1,), (-1.0,))], 2)},
+        {"tokens": pack([1], [Kind.PLAIN]), "logprobs": pack_logprobs([TokenLogprobs(-1.0, (1,), (math.inf,))], 2)},
     ):
         assert reason(lambda given=given: read_session(request, **given)) == "unreadable", given
 
