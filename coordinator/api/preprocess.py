@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import structlog
@@ -106,11 +107,13 @@ def prompt_tokens(given: Input, target: Target, limit: int) -> tuple[int, ...]:
 def one_system(messages: Iterable[dict[str, Any]], target: Target) -> list[dict[str, Any]]:
     """Return messages with those of the system at the beginning as one, and with later ones if these are not shown."""
     given = [*messages]
-    roles = [message["role"] for message in given]
-    begun = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
-    first = ("system",) if begun else ()
-    if "system" in roles[begun:] and not target.shows(*first, "user", "assistant", "system", "user"):
-        given.sort(key=lambda message: message["role"] != "system")
-        begun = roles.count("system")
-    joined = "\n\n".join(filter(None, (message["content"] for message in given[:begun])))
-    return [{"role": "system", "content": joined}] * bool(begun) + given[begun:]
+    first = [*takewhile(lambda message: message["role"] == "system", given)]
+    others = given[len(first) :]
+    later = [message for message in others if message["role"] == "system"]
+    if later and not target.shows(*(["system"] if first else []), "user", "assistant", "system", "user"):
+        first += later
+        others = [message for message in others if message["role"] != "system"]
+    if not first:
+        return others
+    joined = "\n\n".join(message["content"] for message in first if message["content"])
+    return [{"role": "system", "content": joined}, *others]

@@ -41,7 +41,8 @@ class RegistryService(rpc.RegistryServicer):
         """Register a worker while its stream lasts; only the first message sets identity, role, address and model."""
         info = _worker(await first_message(requests, self._settings.open_timeout_s, "worker"))
         self._fleet.check(info.role, dict(context.invocation_metadata() or ()).get(HEADER))
-        told, tokens = info.model, tuple[str, ...]()
+        told = info.model
+        tokens: tuple[str, ...] = ()
         try:
             if others := self._compatibility.other_vocabularies(info):
                 yield pb.RegisterReply(send_vocabulary=True)

@@ -44,15 +44,15 @@ class IdempotencyKeys:
         seed = None if request.drawn_seed else request.params.seed
         same = replace(request, params=replace(request.params, seed=seed))  # without one that a coordinator drew
         digests = [digest_of(same.to_json().encode()), *filter(None, [request.sent])]
-        name, known = _name(key), (" ".join([session_id, *digests]), self._ttl_s)
+        name, value, left_s = _name(key), " ".join([session_id, *digests]), self._ttl_s
         if key not in self:
             self._keys.pop(name, None)
             try:
                 async with asyncio.timeout(_RESERVE_S):
-                    known = await self._store.reserve(name, known[0]) or known
+                    value, left_s = await self._store.reserve(name, value) or (value, left_s)
             except (StoreDown, TimeoutError) as error:
                 log.warning("idempotency key not stored in redis", error=str(error) or f"no answer in {_RESERVE_S:g} s")
-        reserved, _ = self._keys.setdefault(name, (known[0], time.monotonic() + known[1]))
+        reserved, _ = self._keys.setdefault(name, (value, time.monotonic() + left_s))
         while len(self._keys) > _REMEMBERED_KEYS:
             self._keys.popitem(last=False)
         known_id, *known_digests = reserved.split(" ")

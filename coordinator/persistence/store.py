@@ -115,10 +115,12 @@ class Store:
     async def reserve(self, key: str, value: str) -> tuple[str, float] | None:
         """Store an idempotency key's value if it has none; return what it had, for so many s, or raise Unreadable."""
         # The second digest, of what was sent, is kept apart: older versions compare all after the id.
-        name, (session_id, digest, *sent) = f"{_PREFIX}:idempotency:{key}", value.split(" ")
+        name = f"{_PREFIX}:idempotency:{key}"
+        session_id, digest, *sent = value.split(" ")
         with self.connection.validating("idempotency"):
             async with self.connection.calling():
-                left_ms, own = await self._redis.pttl(name), f"{session_id} {digest}"
+                left_ms = await self._redis.pttl(name)
+                own = f"{session_id} {digest}"
                 reserved = cast(bytes | None, await self._redis.set(name, own, nx=True, ex=self._ttl_s, get=True))
                 if reserved is None:
                     await self._redis.set(f"{name}:sent", " ".join([session_id, *sent]), ex=self._ttl_s)
@@ -155,18 +157,14 @@ class Store:
                 fields = await self._read_worker(keys=[key])
                 with contextlib.suppress(Unreadable), self.connection.validating("worker"):
                     if fields:
-                        info, written = self._worker(key, fields, age_s), stored_records.written_at(fields)
+                        worker_id = key.decode(errors="replace").removeprefix(f"{_PREFIX}:worker:")
+                        info = stored_records.read_worker(worker_id, fields, self._fleet_keys, time.time(), age_s)
+                        written = stored_records.written_at(fields)
                         if written >= found.get((info.address, info.role), (0, info))[0]:
                             found[info.address, info.role] = written, info
                 if len(found) >= MAX_WORKERS:
                     break
         return [info for _, info in found.values()]
-
-    def _worker(self, key: bytes, fields: Any, age_s: float) -> WorkerInfo:
-        if not isinstance(fields, list):
-            raise Unreadable("worker: another shape or size than a coordinator writes")
-        worker_id = key.decode(errors="replace").removeprefix(f"{_PREFIX}:worker:")
-        return stored_records.read_worker(worker_id, fields, self._fleet_keys, time.time(), age_s)
 
     # Pair history.
 

@@ -45,6 +45,7 @@ _RANGES = {
 MAX_ADDRESS_CHARACTERS = 300
 CLOCKS_APART_S = 60.0  # by which coordinators' clocks may differ
 MAX_DIGITS = 15
+_MALFORMED = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error
 _PURPOSE = b"outrider worker records 1"
 _RESERVED = re.compile(r"[\x21-\x7e]{1,128} [\x21-\x7e]{1,128}")
 _ADDRESS = re.compile(r"[^\s/]+:[0-9]{1,5}")
@@ -65,10 +66,7 @@ def _reading(what: str) -> Iterator[None]:
         yield
     except Unreadable:
         raise
-    except (
-        *(ArithmeticError, AttributeError, DecodeError, InvalidRequest, LookupError),
-        *(RecursionError, TypeError, ValueError, struct.error),
-    ) as error:
+    except (*_MALFORMED, DecodeError, InvalidRequest) as error:
         raise Unreadable(f"{what}: {type(error).__name__}: {str(error)[:100]}") from error
 
 
@@ -84,8 +82,10 @@ def seal_worker(data: bytes, worker_id: str, coordinator: str, at: float, keys: 
 
 
 @_reading("worker")
-def read_worker(worker_id: str, given: Sequence[bytes | None], keys: ApiKeys, now: float, age_s: float) -> WorkerInfo:
+def read_worker(worker_id: str, given: Any, keys: ApiKeys, now: float, age_s: float) -> WorkerInfo:
     """Return the worker of a record with data, coordinator, at and mac; after `age_s` it cannot be replayed."""
+    if not isinstance(given, list):
+        raise Unreadable("worker: another shape or size than a coordinator writes")
     data, coordinator, at, mac = (value or b"" for value in given)
     if keys:
         made = [_mac(secret, worker_id, coordinator.decode(), at.decode(), data) for secret in keys.derived(_PURPOSE)]

@@ -102,7 +102,8 @@ class WriteBehind:
         name, done, answered = entry.record.session_id, False, True
         try:
             if not entry.opening:  # else checked again later: the first write may fail
-                done = entry.current or not await self._write(entry) or entry.current
+                owned = entry.current or await self._write(entry)
+                done = entry.current or not owned
         except StoreDown:
             answered = False
         if self._dirty.get(name) is entry:

@@ -115,8 +115,9 @@ class Registrations:
             self._adding = {worker_id: task for worker_id, task in self._adding.items() if not task.done()}
         self._left = {worker_id: at for worker_id, at in self._left.items() if at >= asked}
         recorded = {info.worker_id for info in known}
-        for gone in self._adding.keys() - recorded if self._down_at != asked else ():
-            self._adding[gone].cancel()
+        if self._down_at != asked:
+            for gone in self._adding.keys() - recorded:
+                self._adding[gone].cancel()
         self._ignored = {worker_id: why for worker_id, why in self._ignored.items() if worker_id in recorded}
         await self._forget_silent(recorded)
         self.worker_pool.agree_on_sampling()

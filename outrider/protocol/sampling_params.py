@@ -45,20 +45,16 @@ class Grammar:
     lark: str = ""
 
     @property
-    def form(self) -> str:
-        """Return the name of the given field."""
-        return self._given[0]
-
-    @property
     def text(self) -> str:
-        return "" if self.json_object else str(getattr(self, self.form))
+        return "" if self.json_object else str(getattr(self, self._given[0]))
 
     @property
     def field(self) -> str:
-        return f"params.grammar.{self.form}"
+        return f"params.grammar.{self._given[0]}"
 
     @property
     def _given(self) -> list[str]:
+        """Return the names of the given fields."""
         return [name for name in GRAMMAR_FORMS if getattr(self, name)]
 
     def check(self) -> None:

@@ -549,14 +549,14 @@ async def test_the_event_loop_goes_on_meanwhile(grammars: GrammarCompiler) -> No
 FORMS = [Grammar(json_schema='{"type": "object"}'), Grammar(json_object=True), Grammar(regex="a|b"), Grammar(lark="x")]
 
 
-@pytest.mark.parametrize("grammar", FORMS, ids=lambda grammar: grammar.form)
+@pytest.mark.parametrize("grammar", FORMS, ids=lambda grammar: grammar.field)
 def test_every_form_survives_the_wire_and_the_record(grammar: Grammar) -> None:
     params = SamplingParams(grammar=grammar, seed=1)
     params.check()
     assert convert.params_from_proto(convert.params_to_proto(params)).grammar == grammar
     request = SessionRequest((1, 2), params)
     assert SessionRequest.from_json(request.to_json()).params.grammar == grammar
-    assert [form for form in GRAMMAR_FORMS if getattr(grammar, form)] == [grammar.form]
+    assert [form for form in GRAMMAR_FORMS if getattr(grammar, form)] == [grammar.field.removeprefix("params.grammar.")]
 
 
 def test_a_record_of_before_there_were_grammars_is_read() -> None:
