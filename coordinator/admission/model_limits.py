@@ -56,22 +56,25 @@ class ModelLimits:
         budget, known = context - prompt, f". This model's maximum context length is {context} tokens"
         if budget < 1:
             raise ContextExceeded.of("prompt", size, f"under the context of {context} tokens", known)
-        if not given:
-            most = params.max_tokens if default is None else default
-            most = min(most, self.output or most)
-            params = replace(params, max_tokens=most if default is None and most < context else min(most, budget))
-        wanted = params.max_tokens
-        if 0 < self.output < wanted:
-            raise InvalidRequest.of("params.max_tokens", wanted, f"at most {self.output}, the model's limit")
-        if default is not None and wanted <= context:
+        if given:
+            wanted = params.max_tokens
+            if 0 < self.output < wanted:
+                raise InvalidRequest.of("params.max_tokens", wanted, f"at most {self.output}, the model's limit")
+            may_be_cut = default is not None and wanted <= context
+        else:
+            wanted = params.max_tokens if default is None else default
+            if self.output:
+                wanted = min(wanted, self.output)
+            may_be_cut = default is not None or wanted >= context
+        if may_be_cut:
             wanted = min(wanted, budget)
-        if wanted > budget and not given:
-            room = f"at most {context - wanted} to leave room for {wanted} output tokens; or set params.max_tokens"
-            raise ContextExceeded.of("prompt", size, room, known)
-        if wanted > budget:
+        if wanted <= budget:
+            return replace(params, max_tokens=wanted)
+        if given:
             why = f"at most {budget}: the context is {context} tokens and the prompt has {prompt}"
             raise ContextExceeded.of("params.max_tokens", wanted, why, known)
-        return replace(params, max_tokens=wanted)
+        room = f"at most {context - wanted} to leave room for {wanted} output tokens; or set params.max_tokens"
+        raise ContextExceeded.of("prompt", size, room, known)
 
 
 _NO_LIMITS = ModelLimits()
