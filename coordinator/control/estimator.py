@@ -123,9 +123,10 @@ class PairEstimate:
 
     def link(self, *, trust: bool, direct: bool = True) -> None:
         """Expect a drafter, `direct`: without a network; `trust` lets such a one lose more before it is suspended."""
-        self.direct, lends = direct, (CREDIT, REFILL, math.inf)
-        lends = (DIRECT_CREDIT, DIRECT_REFILL, DIRECT_DEBT) if direct and trust else lends
-        self.least_credit, self.refill, self._most_owed = lends
+        self.direct = direct
+        self.least_credit, self.refill, self._most_owed = CREDIT, REFILL, math.inf
+        if direct and trust:
+            self.least_credit, self.refill, self._most_owed = DIRECT_CREDIT, DIRECT_REFILL, DIRECT_DEBT
 
     def expect(self, acceptance: list[float]) -> None:
         """Expect this acceptance by position, whatever was seen before."""
@@ -293,7 +294,9 @@ class Estimator:
             self.pair.observe_tree(verdict, ahead=plan.ahead)
         wait_ms = verdict.timings.wait_us / 1000
         if asked and waited and not plan.ahead and not reads:
-            step_ms = 0.0 if drafter is None else drafter.level_ms or 0.0 if tree else drafter.draft_ms
+            step_ms = 0.0
+            if drafter is not None:
+                step_ms = drafter.level_ms or 0.0 if tree else drafter.draft_ms
             link_ms = wait_ms - verdict.proposed * step_ms
             if link_ms > 0.0 or self._network_ms.known:  # else guesses of a plan ahead, before this one, were at hand
                 self.pair.add(self._network_ms, max(0.0, link_ms))

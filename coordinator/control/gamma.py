@@ -321,8 +321,6 @@ def _allowed_plans(gamma_max: int, fixed: FixedChoices, *, single: bool) -> list
     widths = [1, *BRANCHES] if fixed.gamma is None else [1]
     if single or fixed.branches is not None:
         widths = [1 if single else fixed.branches or 1]
-    return [
-        plan
-        for plan in candidate_plans(gamma_max, widths, gamma_ahead=gamma_max if fixed.gamma is not None else None)
-        if (fixed.gamma is None if plan.gamma == 0 else fixed.ahead is None or plan.ahead == fixed.ahead)
-    ]
+    plans = candidate_plans(gamma_max, widths, gamma_ahead=gamma_max if fixed.gamma is not None else None)
+    guessing = [plan for plan in plans if plan.gamma and fixed.ahead in (None, plan.ahead)]
+    return [PLAIN, *guessing] if fixed.gamma is None else guessing

@@ -22,8 +22,10 @@ def paying_nodes(plan: SpeculationPlan, before: int = 0) -> int:
 
     It does so for a plan without guesses too, if the session had guesses `before`: the verifier may still have some.
     """
-    leaves_choice = plan.ahead and not plan.awaited if plan.gamma else before
-    return PAYING_NODES if leaves_choice else 0
+    may_choose = before > 0
+    if plan.gamma:
+        may_choose = plan.ahead and not plan.awaited
+    return PAYING_NODES if may_choose else 0
 
 
 def net_throughput(conditions: Conditions, plan: SpeculationPlan) -> float:

@@ -226,10 +226,11 @@ def candidate_plans(
                 yield SpeculationPlan(gamma, width)
     # One block is drafted while the one before is checked.
     gamma = min(MAX_GAMMA, 2 * gamma_max) if gamma_ahead is None else gamma_ahead
-    for width in (each for each in branches if each in (1, BRANCHES_AHEAD) or len(branches) == 1):
+    widths = branches if len(branches) == 1 else [width for width in branches if width in (1, BRANCHES_AHEAD)]
+    for width in widths:
         for budget in BUDGETS_AHEAD:
             for awaited in (0, *AWAITED_AHEAD):
-                if gamma_max and awaited <= min(budget, gamma) and (budget <= gamma or budget == BUDGETS_AHEAD[0]):
+                if gamma_max and awaited <= budget <= gamma:
                     yield SpeculationPlan(gamma, width, ahead=True, budget=budget, awaited=awaited)
 
 

@@ -63,8 +63,11 @@ class WorkerPool:
 
     def state(self, connection: WorkerConnection) -> str:
         """Return the state as a metric label."""
-        shunned, rests = self.shunned.is_shunned(connection.info), connection.is_silent or not connection.usable()
-        return "shunned" if shunned else "draining" if connection.info.draining else "resting" if rests else "usable"
+        if self.shunned.is_shunned(connection.info):
+            return "shunned"
+        if connection.info.draining:
+            return "draining"
+        return "resting" if connection.is_silent or not connection.usable() else "usable"
 
     def agree_on_sampling(self) -> None:
         """Give each target the sampling defaults that most of its verifiers state, the same at every coordinator."""

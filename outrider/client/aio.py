@@ -14,7 +14,7 @@ from typing import Any, Self, Unpack
 import grpc
 from google.protobuf.message import Message
 
-from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, collect, make_request
+from outrider.client.events import Finished, Generation, Options, Reply, collect, make_request
 from outrider.client.resume import EndpointRotation, StreamProgress, endpoints_of, outrider_errors, resume_request
 from outrider.client.sync import DEFAULT_ENDPOINT, SHORT_S
 from outrider.protocol import convert
@@ -26,8 +26,6 @@ from outrider.security.tls import Tls
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
-
-__all__ = ["AsyncClient", "Finished", "Generation", "Options", "Reply", "Started", "Tls", "Tokens"]
 
 
 class AsyncClient:

@@ -34,8 +34,6 @@ class _KeySet:
 class ApiKeys:
     """Keys, each of which is accepted; none accepts all callers. A union with `|` follows changes of its parts."""
 
-    __slots__ = ("_key_sets",)
-
     def __init__(self, keys: Iterable[str] = (), holders: Sequence[Tenant] = ()) -> None:
         """Make a set; `holders` has one tenant per key, by default a separate one for each."""
         given = list(keys)

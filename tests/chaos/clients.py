@@ -12,7 +12,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.client.aio import AsyncClient, Finished, Reply, Started, Tokens
+from outrider.client.aio import AsyncClient
+from outrider.client.events import Finished, Reply, Started, Tokens
 from outrider.protocol.errors import Fenced, NotFound, OutriderError, Overloaded, PeerLost, Unavailable
 from outrider.protocol.speculation import FinishReason
 from tests.chaos.cases import Answer, Case

@@ -140,7 +140,9 @@ class SimulatedSession:
         self.committed.extend(tokens)
         self.tree.commit(tokens)
         proposed = block.shape.depth
-        last = TokenKind.PLAIN if not proposed else TokenKind.BONUS if len(path) == proposed else TokenKind.RECOVERED
+        last = TokenKind.PLAIN
+        if proposed:
+            last = TokenKind.BONUS if len(path) == proposed else TokenKind.RECOVERED
         return Verdict(
             position,
             tokens,
