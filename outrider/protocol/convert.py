@@ -96,8 +96,7 @@ state_spec_to_proto = _pair(StateSpec, common.StateSpec)[0]  # the way back chec
 
 
 def distribution_to_proto(distribution: Distribution) -> common.Distribution:
-    ids = distribution.ids
-    deltas = [ids[0], *(b - a for a, b in pairwise(ids))]
+    deltas = [distribution.ids[0], *(b - a for a, b in pairwise(distribution.ids))]
     return common.Distribution(id_deltas=deltas, weights=distribution.weights)
 
 
@@ -171,6 +170,7 @@ def _cost_from_proto(proto: common.CostCurve) -> CostCurve:
 def worker_from_proto(proto: coordinator.Worker) -> WorkerInfo:
     if int(proto.role) not in set(Role):
         raise InvalidRequest.of("worker.role", proto.role, "ROLE_VERIFIER or ROLE_DRAFTER")
+    from_plain(SamplingParams, present_fields(proto.model.sampling)).check()  # requests get what they leave out
     return incoming(WorkerInfo, proto)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -116,6 +117,15 @@ async def test_a_worker_of_no_kind_or_without_room_is_refused(desk: Desk, field:
         assert (await call.read()).accepted
         await call.write(saying("d", **{field: given}))
         assert (await failure(call))[1].field == f"worker.{field}", "in a report likewise"
+
+
+@pytest.mark.parametrize(("field", "given"), [("temperature", math.nan), ("top_p", 1.5), ("repetition_penalty", -1.0)])
+async def test_sampling_that_no_request_can_have_is_no_default(desk: Desk, field: str, given: float) -> None:
+    """Requests over HTTP get it, and would be refused for what they leave out."""
+    first = saying("v", pb.ROLE_VERIFIER)
+    setattr(first.worker.model.sampling, field, given)
+    error = await refusal(desk, first, FLEET_KEY)
+    assert (type(error), error.field, error.value) == (InvalidRequest, f"params.{field}", str(given))
 
 
 @pytest.mark.parametrize("given", ["a-host", "127.0.0.1:99999", "unix:///etc/passwd"])
