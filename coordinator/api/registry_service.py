@@ -77,7 +77,7 @@ class RegistryService(rpc.RegistryServicer):
     async def _receive_reports(
         self, requests: _Requests, connection: WorkerConnection, told: ModelInfo, tokens: tuple[str, ...]
     ) -> None:
-        compared: object = None  # the targets with which it was
+        compared: object = None  # the served targets that its vocabulary was compared with last
         async for request in requests:
             self._sessions.delivery.check(connection.info)
             now = connection.info.model
@@ -98,7 +98,7 @@ class RegistryService(rpc.RegistryServicer):
 
 
 async def _continued(targets: Sequence[Vocabulary], requests: _Requests) -> tuple[Vocabulary, tuple[str, ...]]:
-    """Return the first that begins as a drafter's, and that, read to its end: else an error would not arrive."""
+    """Return the first vocabulary that begins with a drafter's, and the drafter's. An error waits for the last part."""
     left, read, difference = [*targets], 0, ModelMismatch("the drafter has sent no vocabulary")
     async for request in requests:
         await asyncio.sleep(0.05)  # as for reports

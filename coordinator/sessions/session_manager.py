@@ -63,7 +63,7 @@ class SessionManager:
         self.store = Store(redis_url, self.coordinator_id, ttl_s, fleet.verifiers, skips)
         self.write_behind = WriteBehind(self.store, lambda it: it in self._sessions or it in self.ended.recent)
         self._pairs = PairHistoryStore(self.store)
-        # Its counters exist before the first request: benchmarks read them before they start.
+        # A new target's counters exist before its first request: benchmarks read them before they start.
         self.worker_pool = WorkerPool(fleet, settings, on_target=self.metrics.of)
         self.targets = self.worker_pool.targets
         self.registrations = Registrations(self.worker_pool, self.store, settings.heartbeat_ms)

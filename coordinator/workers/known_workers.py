@@ -60,10 +60,11 @@ class KnownWorkers:
         if (connection := self._present.pop(worker_id, None)) is None:
             return
         log.info("worker left", worker=worker_id)
+        unused = self._unregistered.get(worker_id) if connection.streams else connection
         if connection.streams:
-            self._unregistered[worker_id], connection = connection, self._unregistered.get(worker_id)
-        if connection is not None:
-            await connection.close()
+            self._unregistered[worker_id] = connection
+        if unused is not None:
+            await unused.close()
 
     async def close_unused(self, *, every: bool = False) -> None:
         for worker_id, connection in list(self._unregistered.items()):

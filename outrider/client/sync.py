@@ -44,8 +44,7 @@ class Client:
         tls: Tls | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        access = Channels(tls, api_key)
-        self._channels = [access.channel(endpoint) for endpoint in endpoints_of(endpoints)]
+        self._channels = [Channels(tls, api_key).channel(endpoint) for endpoint in endpoints_of(endpoints)]
         self._stubs = [rpc.OutriderStub(channel) for channel in self._channels]  # gRPC crashes if made after close()
         self._endpoint_rotation = EndpointRotation(len(self._channels))
 

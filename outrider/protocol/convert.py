@@ -185,7 +185,7 @@ def error_from_proto(proto: common.Error) -> OutriderError:
 
 
 def _outgoing(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass as arguments of its message, without those that it has anyway."""
+    """Return the fields of a dataclass as arguments of its message, without those that equal the message's defaults."""
     given: dict[str, Any] = {}
     kind: Any = type(value)
     for name, optional, repeated, _, write in _fields(kind):

@@ -108,7 +108,7 @@ def _checked_stream_handler(behaviour: Callable[..., AsyncIterator[Any]], write_
                         return
                     finally:
                         timer.began = None
-                        if timer.timeout.when() is not None:  # it ends before `abort`, and may log its status
+                        if timer.timeout.when() is not None:  # the handler ends before `abort`, and may log it
                             context.set_code(grpc.StatusCode.DEADLINE_EXCEEDED)
                 return
         except grpc.aio.AbortError:
