@@ -112,8 +112,7 @@ class Session:
         if self._task is not None:
             self._task.cancel()
         drawn = self.record.request.params.mode.needs_draft_probs  # then the end counts once it is stored
-        complete = self.ended or (self.record.finished and not drawn)
-        if not complete:
+        if not self.ended and (drawn or not self.record.finished):
             self.error = self.error or error
         self._end()
 

@@ -98,9 +98,10 @@ def make_request(prompt: str | None, options: Options) -> pb.GenerateRequest:
     """Return the message of a request; raise InvalidRequest for one that cannot be made."""
     if unknown := options.keys() - Options.__annotations__.keys():
         raise InvalidRequest(f"{', '.join(sorted(unknown))} is no option of a request; params has those of sampling")
-    if sum(map(bool, (prompt is not None, options.get("chat"), options.get("tokens")))) > 1:
-        raise InvalidRequest("a request has a prompt, a chat or tokens, not several of them")
     with checked_fields():
+        given = [each for each in (options.get("chat"), options.get("tokens")) if each is not None and len(each)]
+        if len(given) + (prompt is not None) > 1:
+            raise InvalidRequest("a request has a prompt, a chat or tokens, not several of them")
         return _request(prompt, options)
 
 
@@ -109,7 +110,7 @@ def checked_fields() -> Iterator[None]:
     """Raise InvalidRequest for what a field of a message cannot hold, such as a number out of range."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise InvalidRequest("a text is not UTF-8" if isinstance(error, UnicodeError) else str(error)) from error
 
 

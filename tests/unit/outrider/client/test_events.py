@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import numpy
 import pytest
 
 from outrider.client.events import make_request
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import SamplingParams
 
 
 def test_a_request_names_its_class_only_if_it_is_given() -> None:
@@ -40,6 +42,21 @@ def test_a_request_with_several_prompts_is_refused(given: Any) -> None:
 def test_numbers_that_no_request_can_carry_are_refused(given: Any) -> None:
     with pytest.raises(InvalidRequest):
         make_request(None if "tokens" in given else "x", given)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(verification=cast(Any, "greedy")), SamplingParams(grammar=cast(Any, "a+")), cast(Any, {1})],
+)
+def test_parameters_of_a_wrong_type_are_refused(params: SamplingParams) -> None:
+    with pytest.raises(InvalidRequest):
+        make_request("x", {"params": params})
+
+
+def test_tokens_may_be_an_array() -> None:
+    assert make_request(None, {"tokens": cast(Any, numpy.array([1, 2]))}).tokens.ids == [1, 2]
+    with pytest.raises(InvalidRequest, match="not several"):
+        make_request("x", {"tokens": cast(Any, numpy.array([1, 2]))})
 
 
 def test_a_text_that_is_not_utf8_is_told() -> None:
