@@ -48,7 +48,7 @@ class ApiKeys:
         An entry is a key, optionally with a name before it and limits after it:
         `web: KEY requests_per_minute=60 max_sessions=8`. Keys with the same name belong to one tenant.
         """
-        if not text.strip():
+        if not (text := text.strip()):
             return cls()
         entries = _lines(text[1:], field) if text.startswith("@") else [entry.strip() for entry in text.split(",")]
         if not entries:

@@ -63,7 +63,7 @@ class Credentials:
         self.keys: dict[str, ApiKeys] = {}  # by setting
         for name, value in settings:
             if isinstance(value, SecretStr):
-                self.keys[name] = self._read_keys(name, value.get_secret_value())
+                self.keys[name] = self._read_keys(name, value.get_secret_value().strip())
         files = [settings.tls_cert, settings.tls_key, "" if settings.tls_ca == SYSTEM else settings.tls_ca]
         self._load("tls_cert, tls_key, tls_ca", [file for file in files if file], self._load_tls)
 

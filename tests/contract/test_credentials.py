@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,19 @@ async def test_a_bad_file_of_keys_changes_nothing(bad: str | None, tmp_path: Pat
     assert len(told) == 1, "once"
     assert str(keys) in told[0]["error"] or "api_keys: key 1" in told[0]["error"]
     assert not [secret for secret in ("staying", "secret", "alle", "coming") if secret in str(logs)]
+
+
+async def test_the_name_of_a_file_of_keys_is_no_key(tmp_path: Path) -> None:
+    """A blank before it, as from an environment file, made it one."""
+    keys = tmp_path / "api-keys"
+    keys.write_text("client\n")
+    settings = CoordinatorSettings(http_port=-1, api_keys=f" @{keys}", fleet_key="f")
+    service = CoordinatorService(settings, NO_REDIS)
+    async with in_process(service, settings) as address:
+        for key, accepted in (("client", True), (f"@{keys}", False)):
+            async with AsyncClient([address], api_key=key) as client:
+                with nullcontext() if accepted else pytest.raises(Unauthenticated):
+                    assert (await client.server()).sessions == 0
 
 
 async def test_the_fleet_key_is_exchanged_in_three_steps(slow: LoadedModel, tmp_path: Path) -> None:

@@ -159,6 +159,15 @@ def test_a_key_has_a_holder(tmp_path: Path) -> None:
     assert ApiKeys().tenant_of(None) == NO_TENANT
 
 
+def test_blanks_around_a_setting_are_no_part_of_it(tmp_path: Path) -> None:
+    """The name of the file would be the key, as from an environment file with a blank after the sign."""
+    file = tmp_path / "keys"
+    file.write_text("s3cret\n")
+    given = Credentials(CoordinatorSettings(api_keys=f" @{file} ")).keys["api_keys"]
+    assert [given.allows(bearer(key)) for key in ("s3cret", f"@{file}")] == [True, False]
+    assert ApiKeys.parse(f" @{file}", "api_key").first == "s3cret", "a client's likewise"
+
+
 @pytest.mark.parametrize(
     "entry",
     [
