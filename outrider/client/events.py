@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from outrider.protocol import convert
-from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost
+from outrider.protocol.errors import InvalidRequest, PeerLost
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason, TokenKind, TokenLogprobs
 from outrider.protocol.statistics import GenerationStats
@@ -136,11 +136,11 @@ def _request(prompt: str | None, options: Options) -> pb.GenerateRequest:
     return request
 
 
-def reply_from_proto(reply: pb.GenerateReply) -> Reply:
-    """Return a reply; raise the error that the coordinator reports in its place."""
+def reply_from_proto(reply: pb.GenerateReply) -> Reply | None:
+    """Return a reply, None for one of a newer version; raise the error that the coordinator reports in its place."""
     kind = reply.WhichOneof("message")
     if kind == "error":
         raise convert.error_from_proto(reply.error)
-    if kind is None or kind not in _REPLIES:
-        raise OutriderError(f"unknown message from the coordinator: {kind}")
+    if kind is None:
+        return None
     return convert.incoming(_REPLIES[kind], getattr(reply, kind))
