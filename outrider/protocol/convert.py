@@ -206,7 +206,7 @@ def incoming(kind: type[T], message: Any) -> T:
         if optional and not message.HasField(name):
             content = None
         elif repeated:
-            content = tuple(content) if read is None else tuple(map(read, content)) if content else ()
+            content = tuple(map(read, content) if read and content else content)
         elif read is not None:
             content = read(content)
         given.append(content)

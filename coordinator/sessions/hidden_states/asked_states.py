@@ -32,7 +32,7 @@ class AskedStates:
         numbers = [states.number for states in proto.layer_states]
         if len(set(numbers)) < len(numbers) or not self.numbers.issuperset(numbers):
             raise ProtocolViolation("verdict.layer_states has states that were not asked for, or twice the same")
-        carried = [proto.hidden_states] * proto.HasField("hidden_states") + list(proto.layer_states)
+        carried = [*([proto.hidden_states] if proto.HasField("hidden_states") else []), *proto.layer_states]
         try:
             for states in carried:
                 check_rows("verdict.hidden_states", states)

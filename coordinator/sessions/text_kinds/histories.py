@@ -59,8 +59,8 @@ class TextHistories:
         """Start a drafter's estimates from its history, and the session's too if no better drafter is attached."""
         history = self._recalled[self._text.kind] or self._recalled[self._text.start] or self._of_all_texts()
         own.start_from(history or PairHistory())
-        expected = own.accepted_tokens * own.proposal_rate.value
-        if history is not None if alone else expected > session.accepted_tokens * session.proposal_rate.value:
+        better = own.accepted_tokens * own.proposal_rate.value > session.accepted_tokens * session.proposal_rate.value
+        if (alone and history is not None) or (better and not alone):
             session.start_from(history or PairHistory())
         balance = self._settle(self._text.kind, 0.0)
         session.lend(balance, LOAN * balance)
@@ -81,8 +81,9 @@ class TextHistories:
 
     def remember(self, own: PairEstimate, session: PairEstimate, *, alone: bool, reading: float | None) -> None:
         """Keep what the session has shown. `reading`: the cost of a drafter on its verifier's cores, or None."""
-        for kind in {"", self._text.start, self._text.kind} if own.checked else ():
-            self._pairs.remember(self._target, self._key(kind), pair_shown(own, session, alone=alone))
+        if own.checked:
+            for kind in {"", self._text.start, self._text.kind}:
+                self._pairs.remember(self._target, self._key(kind), pair_shown(own, session, alone=alone))
         if reading is not None:
             self._account(self._text.kind, session)
             self._settle(self._attached_as, self._gained - reading - IN_VAIN * (reading > 0.0 >= self._gained))
@@ -100,8 +101,7 @@ class TextHistories:
             self._settle(kind, session.credit - session.lent)
 
     def _settle(self, kind: str, gained: float) -> float:
-        balance = self._pairs.settle(self._target, self._key(kind), gained)
-        return balance + COPIES_GAINED * kind.endswith("copy")
+        return self._pairs.settle(self._target, self._key(kind), gained) + COPIES_GAINED * kind.endswith("copy")
 
     def _key(self, kind: str) -> str:
         return f"{self._drafter} {kind}".rstrip()
