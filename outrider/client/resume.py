@@ -43,7 +43,7 @@ class StreamProgress:
         """Start the next stream, with the synchronous or the asynchronous stub."""
         if timeout_s is not None:
             self._until = self._until or time.monotonic() + timeout_s
-            timeout_s = max(0.0, self._until - time.monotonic())
+            timeout_s = max(0.0, min(1e9, self._until - time.monotonic()))  # a much longer one overflows in gRPC
         request = self.request()
         method = stub.Resume if isinstance(request, pb.ResumeRequest) else stub.Generate
         return method(request, timeout=timeout_s)
