@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self, cast
 
 import grpc
 
 from outrider.base.grpc_options import MAX_MESSAGE_BYTES, channel_options
+from outrider.protocol.errors import InvalidRequest
 from outrider.security.api_keys import HEADER, bearer
 from outrider.security.credentials import Credentials
 from outrider.security.tls import Tls
@@ -41,7 +43,7 @@ class Channels:
         else:
             options += self.tls.channel_options()
             channel = kind.secure_channel(address, self.tls.channel_credentials(), options=options)
-        return _ChannelWithKey(channel, self.key) if self.key else channel
+        return _ChannelWithKey(channel, self.key.strip()) if self.key else channel
 
 
 PLAIN = Channels()
@@ -52,6 +54,8 @@ class _ChannelWithKey:
 
     def __init__(self, channel: Any, key: str) -> None:
         self._channel = channel
+        if not (key.isascii() and key.isprintable()):  # gRPC would wait for ever, or quote it in an error
+            raise InvalidRequest("an API key has other characters than visible ASCII", field="api_key")
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             setattr(self, kind, _with_key(getattr(channel, kind), (HEADER, bearer(key))))
 
@@ -72,12 +76,8 @@ class _ChannelWithKey:
 
 
 def _with_key(make: Callable[..., Any], header: tuple[str, str]) -> Callable[..., Any]:
-    def method(*given: Any, **options: Any) -> Callable[..., Any]:
-        call = make(*given, **options)
+    return lambda *given, **options: partial(_start, make(*given, **options), header)
 
-        def start(*request: Any, metadata: Iterable[tuple[str, str]] = (), **more: Any) -> Any:
-            return call(*request, metadata=(header, *metadata), **more)
 
-        return start
-
-    return method
+def _start(call: Any, key: tuple[str, str], *sent: Any, metadata: Iterable[tuple[str, str]] = (), **more: Any) -> Any:
+    return call(*sent, metadata=(key, *metadata), **more)
