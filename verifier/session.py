@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from outrider.multiplex.direct_call import DirectCall
-from outrider.protocol.checks import MAX_EPOCH, check_salt, check_tokens
+from outrider.protocol.checks import MAX_EPOCH, MAX_SALT_CHARACTERS, check_count, check_tokens
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.earlier_states import EarlierStates
@@ -43,7 +43,7 @@ class VerifyOpening(SessionOpening):
     def check(self, model: ModelInfo) -> None:
         """Raise InvalidRequest for the first invalid field."""
         self.check_for(model.vocab_size, self.steer, self.cache_salt)
-        check_salt("open.tenant", self.tenant)
+        check_count("open.tenant", len(self.tenant), MAX_SALT_CHARACTERS, "characters")
         if self.epoch > MAX_EPOCH:
             raise InvalidRequest.of("open.epoch", self.epoch, f"at most {MAX_EPOCH}")
         if self.prompt_length + self.params.max_tokens > model.context_length:

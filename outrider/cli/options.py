@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from outrider.base.config import option
 from outrider.base.endpoint import allowed
@@ -16,9 +15,6 @@ from outrider.protocol.sampling_params import Grammar, SamplingParams, Verificat
 from outrider.protocol.speculation import MAX_BRANCHES, MAX_GAMMA
 from outrider.security.api_keys import ApiKeys
 from outrider.security.tls import Tls
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 Endpoint = Annotated[str, option("--endpoint", "host:port of the coordinator; several with commas are tried in turn.")]
 ApiKey = Annotated[str, option("--api-key", "API key for the coordinator, or @FILE.")]
@@ -63,12 +59,6 @@ def connect(flags: Mapping[str, Any]) -> Client:
         api_key=ApiKeys.parse(flags["api_key"], "api_key").first,
         tls=Tls.load(cert=flags["tls_cert"], key=flags["tls_key"], ca=flags["tls_ca"], name=flags["tls_name"]),
     )
-
-
-def fields_from(flags: Mapping[str, Any], made: type[DataclassInstance]) -> dict[str, Any]:
-    """Return the flags of a command that are fields of a dataclass, without those that are not given."""
-    given = {field.name: flags.get(field.name) for field in fields(made)}
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def sampling(flags: Mapping[str, Any]) -> SamplingParams:

@@ -14,9 +14,9 @@ from rich.table import Table
 from typer import Argument, Context
 
 from outrider.base.config import check_installed, option
-from outrider.cli.options import fields_from
 from outrider.models.drafter_choice import SERVED_AS
 from outrider.models.hub import DEFAULT
+from outrider.protocol.fieldwise import from_plain
 
 if TYPE_CHECKING:
     from outrider.train import data, loop
@@ -55,8 +55,8 @@ def train(
     from outrider.train.run import TrainingOrder, train  # torch and transformers: seconds
 
     command = shlex.join(["outrider", *sys.argv[1:]])
-    paths = {"out": out, "prompts": prompts, "data_home": data_home}  # text in the context's parameters
-    order = TrainingOrder(**fields_from(context.params | paths, TrainingOrder), command=command)
+    given = context.params | {"out": out, "prompts": prompts, "data_home": data_home, "command": command}  # no texts
+    order = from_plain(TrainingOrder, {name: value for name, value in given.items() if value is not None})
     with _TrainingProgress() as progress:
         card = train(order, progress)
     _print_results(out, card, target)

@@ -6,6 +6,7 @@ import inspect
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,7 @@ from outrider.launch.targets import REPEATED, Drafters, Targets, planned
 from outrider.models.drafter_choice import AUTO, choose_drafter
 from outrider.models.hub import DEFAULT, DEFAULT_NAME
 from outrider.protocol.errors import OutriderError, StartupError
+from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.security.tls import SYSTEM
 
@@ -120,11 +122,11 @@ def up(
 
     Settings of the services: `outrider up --set coordinator.max-sessions=64 --set verifier.drain-s=30`.
     """
-    given = options.fields_from(context.params, LaunchPlan) | planned(target, drafter, drafters, engine)
+    given = from_plain(LaunchPlan, context.params | planned(target, drafter, drafters, engine))
     overrides = merged(read_file(Path(config))[1] if config else {}, read_assignments(settings or []))
     apart = drafter_apart or any(name.startswith("drafter") for name in overrides)  # for a process of its own
     together = not apart and on_one_cpu(device, drafter_device, engine)
-    plan = LaunchPlan(**given, overrides=overrides, together=together, keep=True)
+    plan = replace(given, overrides=overrides, together=together, keep=True)
     console = Console()
     say = partial(console.print, soft_wrap=True)  # a path or a command in one piece
     for hint in ignored_variable_hints({parameter.envvar for parameter in context.command.params}):
@@ -257,17 +259,12 @@ class Starting:
             self._live.stop()
 
     def tick(self, running: Stack) -> None:
-        if self._live is not None:
-            self._live.update(self._table(running))
-        for child in running.children:
-            if self._printed.get(child.name) != child.state:
-                self._printed[child.name] = child.state
-                if self._live is None:
-                    self._console.print(escape(f"{child.name}: {child.state} {child.address}".rstrip()))
-
-    def _table(self, running: Stack) -> Table:
         table = Table(box=None, show_header=False)
         for child in running.children:
             mark = "[green]●[/green]" if child.ready.is_set() else self._spinner
             table.add_row(mark, child.name, escape(child.state), escape(child.address))
-        return table
+            if self._live is None and self._printed.get(child.name) != child.state:
+                self._printed[child.name] = child.state
+                self._console.print(escape(f"{child.name}: {child.state} {child.address}".rstrip()))
+        if self._live is not None:
+            self._live.update(table)

@@ -13,10 +13,6 @@ MAX_SALT_CHARACTERS = 256
 MAX_IDS = 1 << 22  # of a vocabulary
 
 
-def check_salt(name: str, salt: str) -> None:
-    check_count(name, len(salt), MAX_SALT_CHARACTERS, "characters")
-
-
 def check_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidRequest unless every id exists in the target's vocabulary."""
     if tokens and max(tokens) >= vocab_size:

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from itertools import chain, pairwise
 from typing import TypeVar
 
-from outrider.protocol.checks import MAX_ID_CHARACTERS, check_number, check_salt, check_token, check_tokens
+from outrider.protocol import checks
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.hidden_states.earlier_states import EarlierStates
 from outrider.protocol.hidden_states.messages import HiddenStates, StateSpecs
@@ -86,7 +86,7 @@ class VerifySteering:
 def _check_all(**settings: tuple[int | None, int]) -> None:
     for name, (value, high) in settings.items():
         if value is not None:
-            check_number(f"steer.{name}", value, 0, high)
+            checks.check_number(f"steer.{name}", value, 0, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ class Distribution:
             raise InvalidRequest.of(name, found, "as many weights as ids, at least one")
         if any(b <= a for a, b in pairwise(self.ids)):
             raise InvalidRequest.of(f"{name}.id_deltas", "not ascending", "ascending ids, each once")
-        check_token(f"{name}.id_deltas", self.ids[0], vocab_size)
-        check_token(f"{name}.id_deltas", self.ids[-1], vocab_size)
+        checks.check_token(f"{name}.id_deltas", self.ids[0], vocab_size)
+        checks.check_token(f"{name}.id_deltas", self.ids[-1], vocab_size)
         if min(self.weights) < 1 or sum(self.weights) != WHOLE:
             found = f"a sum of {sum(self.weights)}"
             raise InvalidRequest.of(f"{name}.weights", found, f"parts of at least 1 that sum to {WHOLE}")
@@ -341,14 +341,14 @@ class SessionOpening:
 
     def check_for(self, vocab_size: int, steering: DraftSteering | VerifySteering, cache_salt: str) -> None:
         """Raise InvalidRequest for the first invalid field."""
-        if not 1 <= len(self.session_id) <= MAX_ID_CHARACTERS:
-            raise InvalidRequest.of("open.session_id", self.session_id, f"1 to {MAX_ID_CHARACTERS} characters")
+        if not 1 <= len(self.session_id) <= checks.MAX_ID_CHARACTERS:
+            raise InvalidRequest.of("open.session_id", self.session_id, f"1 to {checks.MAX_ID_CHARACTERS} characters")
         if not self.tokens:
             raise InvalidRequest.of("open.tokens", "empty", "at least one token")
         if not 1 <= self.prompt_length <= len(self.tokens):
             raise InvalidRequest.of("open.prompt_length", self.prompt_length, f"in [1, {len(self.tokens)}]")
-        check_tokens("open.tokens", self.tokens, vocab_size)
-        check_salt("open.cache_salt", cache_salt)
+        checks.check_tokens("open.tokens", self.tokens, vocab_size)
+        checks.check_count("open.cache_salt", len(cache_salt), checks.MAX_SALT_CHARACTERS, "characters")
         self.params.check(vocab_size)
         steering.check()
         if self.params.seed is None:

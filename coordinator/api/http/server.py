@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -30,14 +29,6 @@ _START_S = 10.0
 _BACKLOG = 1024
 
 
-class _UvicornServer(uvicorn.Server):
-    """uvicorn without its signal handlers."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class HttpServer:
     """Server of an application on the HTTP port."""
 
@@ -58,7 +49,8 @@ class HttpServer:
             timeout_graceful_shutdown=_GRACE_S,
         )
         self._ssl = _context(credentials)
-        self._server = _UvicornServer(config)
+        self._server = uvicorn.Server(config)
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # its own handlers
         given: dict[str, Any] = {"config": config, "server_state": self._server.server_state, "app_state": {}}
         timeouts = settings.open_timeout_s, settings.write_timeout_s
         self._make_connection = partial(Connection, self._open, *timeouts, **given)
