@@ -300,7 +300,8 @@ def test_what_other_servers_take_and_changes_nothing_is_taken() -> None:
 DEFAULTS = json.loads("""{
     "skip_special_tokens": true, "spaces_between_special_tokens": true, "include_stop_str_in_output": false,
     "use_beam_search": false, "length_penalty": 1.0, "early_stopping": false, "bad_words": [], "guided_json": null,
-    "return_token_ids": false, "return_tokens_as_token_ids": false, "separate_reasoning": true
+    "return_token_ids": false, "return_tokens_as_token_ids": false, "separate_reasoning": true,
+    "include_reasoning": true
 }""")
 
 
@@ -316,6 +317,23 @@ def test_what_is_the_case_may_be_asked_for(other: dict[str, Any]) -> None:
     for kind, body in ((CompletionBody, completion), (ChatBody, chat | DEFAULTS)):
         with pytest.raises(ValidationError, match=next(iter(other))):
             kind.model_validate(body | other)
+
+
+@pytest.mark.parametrize(
+    ("name", "equal"),
+    [
+        ("skip_special_tokens", 1),
+        ("skip_special_tokens", 1.0),
+        ("use_beam_search", 0),
+        ("length_penalty", True),
+        ("top_logprobs", False),
+    ],
+)
+def test_a_number_is_no_boolean_where_one_value_is_taken(name: str, equal: Any) -> None:
+    """They are equal in Python."""
+    assert DEFAULTS.get(name, 0) == equal
+    with pytest.raises(ValidationError, match=name):
+        CompletionBody.model_validate({"prompt": "x", name: equal})
 
 
 @pytest.mark.parametrize(
