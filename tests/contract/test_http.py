@@ -502,6 +502,7 @@ async def test_other_media_methods_and_paths(web: httpx.AsyncClient) -> None:
     assert wrong.headers["allow"] == "POST"
     nowhere = await web.get("/v1/nothing")
     assert nowhere.status_code == 404
+    assert "/docs lists the paths" in nowhere.json()["error"]["message"], "as to clients whose base URL lacks /v1"
     assert nowhere.json()["error"]["message"]
 
 

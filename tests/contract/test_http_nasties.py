@@ -221,6 +221,29 @@ async def test_a_body_without_end_is_cut_off(house: House) -> None:
         await asyncio.gather(pouring, return_exceptions=True)
 
 
+@pytest.mark.parametrize(
+    ("line", "headers", "chunked"),
+    [
+        (f"POST {PATH} HTTP/1.1", ["Last-Event-ID: 3", CLOSE], True),  # events have no ids: it is an answer of its own
+        (f"POST {PATH} HTTP/1.1", ["Expect: 100-continue", CLOSE], True),
+        (f"POST {PATH} HTTP/1.0", ["Connection: keep-alive"], False),  # only its end tells the length
+    ],
+    ids=["last event", "continue", "HTTP/1.0"],
+)
+async def test_streams_of_any_client(house: House, line: str, headers: list[str], chunked: bool) -> None:
+    body = json.dumps(BODY | {"stream": True}).encode()
+    said = request(*headers, f"Content-Length: {len(body)}", body=body)
+    async with wire(house) as one:
+        await one.say(said.replace(f"POST {PATH} HTTP/1.1".encode(), line.encode(), 1))
+        heard = await one.all()  # to the end of the connection
+    head, _, events = heard.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert (b"chunked" in head, b"Connection: close" in head) == (chunked, True)
+    assert b"data: {" in events
+    assert b"id: " not in events
+    assert events.endswith(b"data: [DONE]\n\n" + b"\r\n0\r\n\r\n" * chunked)
+
+
 # --- heads -----------------------------------------------------------------------------------------------------------
 
 
@@ -303,6 +326,8 @@ async def test_other_methods(web: httpx.AsyncClient) -> None:
         ('{"prompt": "x", "n": "2"}', "n"),
         ('{"prompt": "x", "n": 1.5}', "n"),
         ('{"prompt": "x", "stream": 1}', "stream"),
+        ('{"prompt": "x", "skip_special_tokens": 1}', "skip_special_tokens"),
+        ('{"prompt": "x", "top_logprobs": false}', "top_logprobs"),
         ('{"prompt": "x", "stop": ' + json.dumps(["x"] * 10_000) + "}", "stop"),
         ('{"prompt": "x", "stop": ' + json.dumps("x" * 1000) + "}", "stop"),
         ('{"prompt": "x", "metadata": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}", "body"),

@@ -60,7 +60,8 @@ async def on_outrider_error(request: Request, error: Exception) -> JSONResponse:
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     """Return the response for an unknown route or method."""
     assert isinstance(error, HTTPException)
-    fault = InvalidRequest(f"{request.method} {shorten(request.scope['path'])}: {error.detail}", field="path")
+    hint = "; /docs lists the paths" if error.status_code == 404 else ""
+    fault = InvalidRequest(f"{request.method} {shorten(request.scope['path'])}: {error.detail}{hint}", field="path")
     response = respond(fault, error.status_code)
     response.headers.update(error.headers or {})
     return response

@@ -92,7 +92,8 @@ class KnownTargets:
         wanted = f"model {shorten(repr(model))}" if model else f"the default model {self._names.default}"
         if self.settles_in_s > 0 or model in (None, "", self._names.served, self._names.default, *self._names.aliases):
             raise Unavailable(f"no verifier of {wanted} has reported yet; is one starting?", retry_after_ms=_RETRY_MS)
-        raise NotFound(f"there is no {wanted} here", field="model", value=model, limit=", ".join(self.listed()))
+        names = ", ".join(self.listed())
+        raise NotFound(f"there is no {wanted} here, only {shorten(names)}", field="model", value=model, limit=names)
 
     def listed(self) -> dict[str, Target]:
         """Return the targets by name, the default first. A target's own name precedes an alias."""

@@ -34,7 +34,7 @@ def test_the_first_is_the_default() -> None:
 
 
 def test_an_unknown_name_is_not_found() -> None:
-    with pytest.raises(NotFound, match="there is no model 'c' here") as refused:
+    with pytest.raises(NotFound, match=r"there is no model 'c' here, only a, b$") as refused:
         known("a", "b").named("c")
     assert (refused.value.field, refused.value.limit) == ("model", "a, b")
     with pytest.raises(NotFound, match="characters"):
