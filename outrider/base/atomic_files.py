@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import fcntl
@@ -21,9 +22,12 @@ _SAYS_FULL = re.compile(r"\(os error (28|122|27)\)|No space left|unexpected pos"
 
 
 def read_named(field: str, path: str) -> bytes:
-    """Return the content of the file that a setting names; raise StartupError if it cannot be read."""
+    """Return the content of the file that a setting names, without a mark of UTF-8; raise StartupError without it."""
     try:
-        return Path(path).expanduser().read_bytes()
+        named = Path(path).expanduser()
+        if named.is_fifo():  # without a writer it would be waited for
+            raise OSError(errno.EINVAL, "a pipe can be read only once, and services read such files again")
+        return named.read_bytes().removeprefix(codecs.BOM_UTF8)
     except (OSError, RuntimeError) as error:  # of ~ without a home
         message = f"{field}: cannot read {path}: {getattr(error, 'strerror', error)}"
         raise StartupError(message, field=field, value=path) from error

@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import SecretStr, ValidationError
 
+from outrider.base.atomic_files import read_named
 from outrider.base.config import PREFIX, VARIABLES, Settings, flags, require_keys_or_insecure
 from outrider.launch.targets import REPEATED
 from outrider.models.hub import DEFAULT, DEFAULT_NAME, find_path
@@ -98,10 +99,9 @@ def read_assignments(assignments: Iterable[str]) -> Overrides:
 def read_file(path: Path) -> tuple[dict[str, Any], Overrides]:
     """Read a TOML file: flags of `up` by name, and a table per service."""
     try:
-        content = tomllib.loads(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise _refused("--config", str(path), f"cannot be read: {reason}") from error
+        content = tomllib.loads(read_named("--config", str(path)).decode())
+    except ValueError as error:
+        raise _refused("--config", str(path), f"cannot be read: {error}") from error
     flags_of_up: dict[str, Any] = {}
     tables: dict[str, dict[str, GivenSetting]] = {}
     for name, value in content.items():

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc
 import structlog
 from pydantic import SecretStr
 
+from outrider.base.atomic_files import read_named
 from outrider.base.config import Settings
 from outrider.protocol.errors import StartupError
 from outrider.security.api_keys import ApiKeys
@@ -19,7 +20,7 @@ from outrider.security.tls import SYSTEM, Tls
 log = structlog.get_logger(__name__)
 
 LOOK_S = 2.0
-_Contents = tuple[bytes | None, ...]
+_Contents = tuple[bytes, ...]
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class _Watched:
     """Files that belong together; `load` applies their content, or raises StartupError and changes nothing."""
 
     name: str
-    paths: list[Path]
+    paths: Sequence[str]
     load: Callable[[], None]
     used: _Contents = field(init=False)  # last content that was loaded or refused
     seen: _Contents = field(init=False)  # content at the last poll
@@ -50,7 +51,11 @@ class _Watched:
             log.info("credentials reloaded", setting=self.name)
 
     def _contents(self) -> _Contents:
-        return tuple(_content(path) for path in self.paths)
+        contents = []
+        for path in self.paths:
+            with contextlib.suppress(StartupError):  # it is missing
+                contents.append(read_named("", path))
+        return tuple(contents)
 
 
 class Credentials:
@@ -106,15 +111,8 @@ class Credentials:
     def _load(self, name: str, files: Sequence[str], load: Callable[[], None]) -> None:
         """Load a setting, and again when one of its files changes: they are read first, so that no change is missed."""
         if files:
-            self._watched.append(_Watched(name, list(map(Path, files)), load))
+            self._watched.append(_Watched(name, files, load))
         load()
 
     def _load_tls(self) -> None:
         self.tls = Tls.of(self._settings)
-
-
-def _content(path: Path) -> bytes | None:
-    try:
-        return path.expanduser().read_bytes()
-    except (OSError, RuntimeError):  # of ~ without a home
-        return None

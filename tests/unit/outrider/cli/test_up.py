@@ -133,6 +133,16 @@ def test_an_unknown_name_in_the_file_is_refused(
     assert not plans
 
 
+@pytest.mark.timeout(10)
+def test_a_pipe_as_the_file_is_refused(plans: list[LaunchPlan], tmp_path: Path) -> None:
+    """It is read twice: the tables of services came from an empty file."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    result = run("--config", str(pipe))
+    assert isinstance(result.exception, StartupError)
+    assert f"--config: cannot read {pipe}: a pipe can be read only once" in result.exception.message
+    assert not plans
+
+
 def test_a_wrong_value_in_the_file_names_the_flag(plans: list[LaunchPlan], tmp_path: Path) -> None:
     file = tmp_path / "outrider.toml"
     file.write_text("verifiers = 0")

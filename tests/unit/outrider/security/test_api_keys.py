@@ -64,6 +64,13 @@ def test_a_file_has_a_key_a_line(tmp_path: Path) -> None:
     assert repr(keys) == "ApiKeys(2)"
 
 
+def test_a_file_of_keys_may_begin_with_a_mark_of_utf_8(tmp_path: Path) -> None:
+    """Editors on Windows write one."""
+    (file := tmp_path / "keys").write_bytes(b"\xef\xbb\xbfalpha\r\nbeta\r\n")
+    keys = ApiKeys.parse(f"@{file}", "api_keys")
+    assert (keys.first, keys.allows("Bearer beta"), keys.num_holders) == ("alpha", True, 2)
+
+
 @pytest.mark.parametrize("content", [None, "", "# nothing yet\n", b"\xff\xfe\x00"])
 def test_a_file_that_gives_no_keys_is_refused(tmp_path: Path, content: str | bytes | None) -> None:
     """Otherwise a mistake would open the door to all."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from pathlib import Path
 
+import grpc
 import pytest
 
 from outrider.protocol.errors import StartupError
@@ -64,6 +67,44 @@ def test_files_that_cannot_be_read(authority: Authority, tmp_path: Path, name: s
     assert refusal(**files | {name: tmp_path}) == f"{name}: cannot read {tmp_path}: Is a directory"
     homeless = "~no-user-has-this-name/x"
     assert refusal(**files | {name: homeless}) == f"{name}: cannot read {homeless}: Could not determine home directory."
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("name", ["tls_cert", "tls_key", "tls_ca"])
+def test_a_pipe_is_not_waited_for(authority: Authority, tmp_path: Path, name: str) -> None:
+    """As that of a shell's `<(command)`."""
+    mine = authority.issue("piped")
+    files = {"tls_cert": mine.cert, "tls_key": mine.key, "tls_ca": authority.path}
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(StartupError, match=f"{name}: cannot read {pipe}: a pipe can be read only once"):
+        Credentials(settings(**files | {name: pipe}))
+
+
+@pytest.mark.parametrize("client_auth", [False, True])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "marked"])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
+async def test_files_of_an_editor_on_windows_serve(
+    authority: Authority, tmp_path: Path, line_end: bytes, mark: bytes, client_auth: bool
+) -> None:
+    """OpenSSL, which checks them at the start, takes a mark of UTF-8 before them. gRPC does not."""
+    mine = authority.issue("edited")
+    given = {"tls_cert": mine.cert, "tls_key": mine.key, "tls_ca": authority.path}
+    for name, path in given.items():
+        (tmp_path / name).write_bytes(mark + path.read_bytes().replace(b"\n", line_end))
+    files = {name: tmp_path / name for name in given}
+    credentials = Credentials(settings(**files, tls_client_auth=client_auth))
+    assert credentials.tls is not None
+    offered = credentials.server_credentials()
+    assert offered is not None
+    server = grpc.aio.server()
+    try:
+        port = server.add_secure_port("127.0.0.1:0", offered)
+        await server.start()
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials.tls.channel_credentials()) as channel:
+            async with asyncio.timeout(10):
+                await channel.channel_ready()
+    finally:
+        await server.stop(None)
 
 
 def test_a_file_of_keys_in_the_home_of_no_user_cannot_be_read() -> None:
