@@ -212,7 +212,7 @@ def require_keys_or_insecure(settings: Settings) -> None:
     """Raise StartupError for a service that is open to the network without keys and without --insecure."""
     asked: SecretStr | None = getattr(settings, "api_keys", None)  # a coordinator requires these of clients
     field, keys = settings.own_key if asked is None else ("api_keys", asked)
-    if is_loopback(settings.host) or keys.get_secret_value() or settings.tls_client_auth or settings.insecure:
+    if is_loopback(settings.host) or keys.get_secret_value().strip() or settings.tls_client_auth or settings.insecure:
         return
     problem = f"host is {settings.host} and there are no keys: every caller would be accepted"
     message = f"{problem}; set {_flag(field)}, or --insecure to allow that"

@@ -252,6 +252,8 @@ def test_a_door_to_others_needs_keys_or_a_word(kind: type[config.Settings], host
     key = {CoordinatorSettings: "api_keys", DrafterSettings: "drafter_key"}.get(kind, "fleet_key")
     with pytest.raises(StartupError, match=f"{host}.*--{key.replace('_', '-')}.*--insecure"):
         config.require_keys_or_insecure(kind(host=host))
+    with pytest.raises(StartupError, match="there are no keys"):  # as of a variable that nothing has filled
+        config.require_keys_or_insecure(kind(**{"host": host, key: " \n"}))
     for more in (
         {key: "secret"},
         {"insecure": True},
