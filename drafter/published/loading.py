@@ -40,7 +40,7 @@ class TargetSize:
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
             return cls(name, config.hidden_size, config.vocab_size, config.num_hidden_layers)
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:
             if isinstance(path, Path):  # a model that transformers does not know
                 plain = CheckpointConfig.read(path)
                 hidden, layers = plain.integer("hidden_size"), plain.integer("num_hidden_layers")

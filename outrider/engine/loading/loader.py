@@ -65,8 +65,8 @@ def load_model(
             rank_group.check_model(name, path)
     progress(f"loading {name}")
     with startup_errors(name):
-        tokenizer = read_tokenizer(path)
         config = _first_layers(path, options.layers, device)
+        tokenizer = read_tokenizer(path)
         in_place = dtype == torch.float32 or (dtype == torch.bfloat16 and options.quantization == "none")
         native = options.engine in ("auto", "native") and device.type == "cpu" and not (change or rank_group)
         model = load_in_place(path, dequantize, config, dtype) if native and in_place else None

@@ -32,6 +32,13 @@ from outrider.models.in_place import detach_rows
 from outrider.protocol.errors import OutriderError, StartupError, shorten
 from outrider.protocol.fleet import ModelInfo
 
+_DAMAGED = ", a file of it may not be read, is damaged or missing, copy or download it again"
+_TOLD = {  # what the errors of transformers with these words mean
+    "the backend tokenizer": ", it has no tokenizer, copy its tokenizer.json too",
+    "ignore_mismatched_sizes": ", its weights have other shapes than its config.json says",
+    "alidation error for": ", its config.json or card.json cannot be used",
+    "valid JSON": _DAMAGED,
+}
 _RULE_TOKENS = 2
 _GPU_CACHE_SHARE = 0.9  # of the memory that is free once the weights are loaded, without the reserve
 _GPU_RESERVE = 2 << 30  # for activations, graphs, and the parts of sums that attention joins
@@ -232,11 +239,9 @@ def startup_errors(name: str, architecture: str = "") -> Iterator[None]:
     except Exception as error:
         text = str(error)
         if not architecture:  # while it is loaded
-            problem = f"cannot load model {name!r}"
-            if "the backend tokenizer" in text:
-                problem += ", it has no tokenizer, copy its tokenizer.json too"
-            elif isinstance(error, SafetensorError | JSONDecodeError | FileNotFoundError) or "valid JSON" in text:
-                problem += ", a file of it may not be read, is damaged or missing, copy or download it again"
+            damaged = isinstance(error, SafetensorError | JSONDecodeError | FileNotFoundError)
+            told = next((words for sign, words in _TOLD.items() if sign in text), _DAMAGED if damaged else "")
+            problem = f"cannot load model {name!r}{told}"
         elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in text:
             problem = f"there is not enough memory for {name} and its KV cache, --kv-tokens"
         else:

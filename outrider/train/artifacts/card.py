@@ -116,5 +116,6 @@ def reading(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message = f"the drafter in {folder} is damaged ({type(error).__name__}: {error}); train or download it again"
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        message = f"the drafter in {folder} is damaged ({what}); train or download it again"
         raise StartupError(message, field="model", value=str(folder)) from error

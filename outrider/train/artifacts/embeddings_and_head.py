@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
@@ -87,8 +87,8 @@ def read_embeddings_and_head(target: str, progress: Callable[[str], None]) -> Em
         embeddings, head, bias = names = _names(model)
         rows = rows_in_file(path, model)
         read = {name: rows[name].dequantize() if rows else _read(path, name) for name in names if name}
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        message = f"cannot read the embeddings of {target!r}: {error}"
+    except Exception as error:  # of transformers for any value of the configuration, too
+        message = f"cannot read the embeddings of {target!r}: {' '.join(str(error).split())}"
         raise StartupError(message, field="target", value=target, limit="safetensors") from error
     head_bias = None if bias is None else read[bias].float()
     return EmbeddingsAndHead(read[embeddings].float(), _scaled(read[head].float(), config), head_bias, _softcap(config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import BloomConfig, BloomForCausalLM
@@ -13,6 +14,7 @@ from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import StartupError
 from outrider.testing.toy_models import make_model
+from outrider.train.artifacts.embeddings_and_head import read_embeddings_and_head
 from tests import gguf_files
 from tests.other_user import without_rights_of_root
 
@@ -30,6 +32,37 @@ def test_a_damaged_file_is_to_be_copied_again(folder: Path, name: str) -> None:
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[: len(content) // 2])
     with pytest.raises(StartupError, match=DAMAGED):
+        load_model(str(folder), OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hidden_size": "64"},
+        {"num_hidden_layers": [2]},
+        {"vocab_size": None},
+        {"eos_token_id": "a"},
+        {"model_type": ["llama"]},
+        {"quantization_config": "fp8"},
+    ],
+)
+def test_a_value_of_another_type_is_told_by_its_file_and_field(folder: Path, wrong: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | wrong))
+    (field,) = wrong.keys() - {"model_type", "quantization_config"} or {""}  # transformers does not name these
+    told = rf", its config\.json or card\.json cannot be used: .*'{field}' expected|" if field else ""
+    with pytest.raises(StartupError, match=rf"cannot load model '{folder}'{told}: .*{field}.*$") as of_a_model:
+        load_model(str(folder), OPTIONS)
+    with pytest.raises(StartupError, match=rf"cannot read the embeddings of '{folder}': .*{field}.*$") as of_a_target:
+        read_embeddings_and_head(str(folder), lambda _: None)
+    assert "\n" not in f"{of_a_model.value}{of_a_target.value}"
+
+
+def test_weights_that_are_not_those_of_the_config_are_told(folder: Path) -> None:
+    """Transformers says: for details look at the above report."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
+    with pytest.raises(StartupError, match=r", its weights have other shapes than its config\.json says"):
         load_model(str(folder), OPTIONS)
 
 
