@@ -122,6 +122,7 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     identity |= {"start": order.start, "vocabulary": order.num_ids}
     plan = loop.TrainingPlan(tokens=order.learn_tokens, learning_rate=order.learning_rate, seed=order.seed)
     training = loop.Training(method, examples, held_out_examples, plan, order.out, identity, device)
+    watcher.on_status("measuring the drafter on held-out texts")
     metrics = training.run(watcher.on_step)
     learnt = {"tokens": training.tokens, "steps": training.step, "minutes": round(training.seconds / 60, 1)}
     card = Card(
@@ -206,7 +207,9 @@ def _method(
 ) -> tuple[EmbeddingsAndHead, Method]:
     watcher.on_status("preparing the drafter")
     torch.manual_seed(order.seed)
-    model = load_whole(order.target, locate_safetensors(order.target, watcher.on_status))
+    folder = locate_safetensors(order.target, watcher.on_status)
+    watcher.on_status(f"loading the weights of {order.target}")
+    model = load_whole(order.target, folder)
     target_weights = EmbeddingsAndHead.of(model).on(device)
     vocab_size = len(target_weights.head)
     num_ids = vocab_size if order.method == "distill" else order.num_ids  # it is served as an ordinary model

@@ -43,10 +43,11 @@ OWN = tuple(method for method in METHODS if method != "eagle3")  # formats of ou
 class Watched:
     reports: list[loop.Report] = field(default_factory=list)
     written: list[data.DataProgress] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
     die_at: int = 0
 
     def on_status(self, text: str) -> None:
-        """Nobody looks."""
+        self.said.append(text if not self.reports else f"late: {text}")
 
     def on_data(self, what: str, progress: data.DataProgress) -> None:
         self.written.append(progress)
@@ -96,6 +97,12 @@ def made(order: TrainingOrder) -> dict[str, Made]:
         watched = Watched()
         found[method] = Made(mine.out, run.train(mine, watched), watched)
     return found
+
+
+def test_what_takes_long_before_the_first_step_is_told(made: dict[str, Made], models: Models) -> None:
+    """Large weights are read for minutes, and held-out texts are measured once before anything is learnt."""
+    loading, measuring = f"loading the weights of {models.target}", "measuring the drafter on held-out texts"
+    assert made["eagle"].watched.said[-3:] == ["preparing the drafter", loading, measuring]
 
 
 @pytest.mark.parametrize("method", OWN)
