@@ -60,7 +60,7 @@ def generate(
     The text is the target's own with every drafter. In greedy and coupled mode --gamma and --plain never change it.
     """
     params = options.sampling(context.params)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = (sys.stdin.read() if sys.stdin else "") if prompt == "-" else prompt  # None: closed
     if system and not chat and getattr(context.get_parameter_source("system"), "name", "") == "COMMANDLINE":
         raise InvalidRequest("--system needs --chat", field="--system", value=system)
     messages = [*([("system", system)] if system else []), ("user", text)]
@@ -121,9 +121,9 @@ def _read_line() -> str | None:
     """Return a line from the user; None: exit."""
     try:
         line = input("you> ").strip()
-    except (EOFError, KeyboardInterrupt) as end:  # Ctrl-C drops a line, or came too late to stop an answer
+    except (EOFError, KeyboardInterrupt, RuntimeError) as end:  # Ctrl-C drops a line, or came too late for an answer
         typer.echo()
-        return None if isinstance(end, EOFError) else ""
+        return "" if isinstance(end, KeyboardInterrupt) else None  # RuntimeError: standard input is closed
     return None if line in ("/exit", "/quit") else line
 
 

@@ -116,6 +116,8 @@ def checked_fields() -> Iterator[None]:
 
 def _request(prompt: str | None, options: Options) -> pb.GenerateRequest:
     given: dict[str, Any] = {**options}
+    if isinstance(getattr(given.get("params"), "stop", None), str):  # each character would be one
+        raise InvalidRequest.of("params.stop", given["params"].stop, "a list of texts")
     request = pb.GenerateRequest(
         params=convert.params_to_proto(options.get("params") or SamplingParams()),
         # With a key a request can be repeated if its answer was lost.

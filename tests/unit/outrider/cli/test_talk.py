@@ -21,6 +21,7 @@ from outrider.client.sync import Finished
 from outrider.protocol.errors import InvalidRequest, Unavailable
 from outrider.protocol.speculation import FinishReason
 from outrider.protocol.statistics import GenerationStats
+from tests.cluster import free_port
 
 
 class Coordinator:
@@ -190,6 +191,17 @@ def test_flags_that_no_request_can_have_are_told_at_once(flags: list[str], said:
     result = CliRunner().invoke(app, ["generate", "hi", *flags])
     assert result.exit_code != 0
     assert said in " ".join(re.sub(r"[│\s]+", " ", result.output + str(result.exception)).split())
+
+
+def test_a_closed_standard_input_is_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `<&-` closes it. Both commands ended with a traceback."""
+    script = "from outrider.cli import main; main()"
+    command = ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", script, "generate", "-", "--endpoint"]
+    done = subprocess.run([*command, f"127.0.0.1:{free_port()}"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("outrider: unavailable: failed to connect"), done.stderr
+    monkeypatch.setattr(sys, "stdin", None)
+    assert talk._read_line() is None
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

@@ -64,6 +64,19 @@ def test_a_text_that_is_not_utf8_is_told() -> None:
         make_request("\udcff", {})
 
 
+def test_a_text_is_no_list_of_stop_strings() -> None:
+    """Each of its characters ended the text."""
+    with pytest.raises(InvalidRequest, match=r"params\.stop is abc, must be a list of texts"):
+        make_request("x", {"params": SamplingParams(stop="abc")})  # type: ignore[arg-type]
+    assert make_request("x", {"params": SamplingParams(stop=["abc"])}).params.stop == ["abc"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"verification": "greedy"}, {"grammar": "x"}])
+def test_a_text_where_a_value_of_ours_is_meant_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="'str' object"):
+        make_request("x", {"params": SamplingParams(**wrong)})
+
+
 @pytest.mark.parametrize("chat", ["hello", ["hi"], [{"role": "user", "content": "hi"}]])
 def test_a_message_that_is_no_pair_is_refused(chat: Any) -> None:
     """A dict unpacks to its keys: the target was asked "content" by somebody called "role"."""
