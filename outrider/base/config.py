@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -203,8 +204,12 @@ def main(settings: type[SettingsT], run: Callable[[SettingsT], None], program: s
     """Run a service from its `__main__`."""
     if sys.stdout:  # None where a supervisor closed it
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what it lacks, such as ASCII
+    if sys.argv[1:] == ["--version"]:
+        typer.echo(version("outrider"))
+        return
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # a local may be a key
-    app.command(context_settings={"help_option_names": ["-h", "--help"]})(command(settings, run, program))
+    named = {"help_option_names": ["-h", "--help"]}
+    app.command(context_settings=named, epilog="--version alone prints the version.")(command(settings, run, program))
     app(prog_name=f"outrider serve {program}")
 
 

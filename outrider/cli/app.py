@@ -66,7 +66,7 @@ def fetch() -> None:
 
 @app.command("version")
 def show_version() -> None:
-    """Print the version."""
+    """Print the version; so does `outrider --version`."""
     typer.echo(version("outrider"))
 
 
@@ -74,6 +74,7 @@ def main() -> None:
     """Run the `outrider` command."""
     if sys.stdout:  # None where a supervisor closed it
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what it lacks, such as ASCII
+    sys.argv[1:] = ["version"] if sys.argv[1:] == ["--version"] else sys.argv[1:]
     try:
         app(prog_name="outrider")
     except (OutriderError, OSError, ValueError) as error:

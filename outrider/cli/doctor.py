@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,12 +51,12 @@ def doctor(
     port: Annotated[int, option("--port", "Port to check for `outrider up`.", min=0, max=65535)] = 50050,
 ) -> None:
     """Check Python, torch, device, memory, disk, model files, Redis, ports and running peers."""
-    findings = [Finding("python", "ok", platform.python_version())]
+    findings = [Finding("outrider", "ok", version("outrider")), Finding("python", "ok", platform.python_version())]
     checks = {"torch": _torch(), "memory": _memory(), "target": _models(target), "redis": _redis(), "port": _port(port)}
     for name, check in (checks | {"coordinator": _peers(context.params, endpoint)}).items():
         try:
             findings += check
-        except (OutriderError, OSError, ImportError) as error:  # such as a file in a flag: the others follow
+        except Exception as error:  # such as a file in a flag or a value in one of a model: the others follow
             findings.append(Finding(name, "bad", str(error)))
     table = Table("", "", Column("", overflow="fold"), Column("what to do", overflow="fold"), box=None)
     marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad[/red]"}
@@ -115,6 +116,7 @@ def _models(target: str) -> Iterator[Finding]:
         yield _judged("target", there, str(default_path()), "run: outrider models fetch", fault="note")
         return
     path = locate(target, lambda _: None)
+    importlib.import_module("transformers").AutoConfig.from_pretrained(path)
     yield Finding("target", "ok", f"{path} is used as a hub id" if isinstance(path, str) else str(path))
 
 

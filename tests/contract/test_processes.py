@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import grpc
@@ -86,9 +89,32 @@ def test_unknown_service_is_unknown_to_health(cluster: Cluster) -> None:
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+@pytest.mark.parametrize("module", SERVICES)
+def test_the_version_is_printed(module: str) -> None:
+    done = run(module, "--version", OUTRIDER_OF_ANOTHER_RELEASE="1")
+    assert (done.returncode, done.stderr) == (0, f"{version('outrider')}\n")
+
+
+@pytest.mark.parametrize("flag", ["--api-keys", "--fleet-key", "--tls-ca"])
+def test_a_pipe_with_a_key_is_not_waited_for(flag: str, tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    value = str(pipe) if flag == "--tls-ca" else f"@{pipe}"
+    started = run("coordinator", "--http-port", "-1", flag, value)
+    assert_told(started, 1, f"{flag[2:].replace('-', '_')}: cannot read {pipe}: a pipe can be read only once")
+
+
 def test_missing_model(tmp_path: Path) -> None:
     missing = str(tmp_path / "nothing")
     assert_told(run("verifier", "--target", missing), 1, f"there is no model at {missing}")
+
+
+def test_a_drafter_whose_config_has_values_of_other_types(models: Models, tmp_path: Path) -> None:
+    folder = shutil.copytree(models.draft, tmp_path / "draft")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "two"}))
+    done = run("drafter", "--kind", "model", "--model", str(folder), "--device", "cpu")
+    said = f"drafter: cannot load model '{folder}', its config.json or card.json cannot be used: "
+    assert_told(done, 1, said, "'num_hidden_layers' expected int")
 
 
 @pytest.mark.parametrize("command", [("coordinator", "--http-port", "-1"), ("verifier", "--engine", "mock")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import time
@@ -100,6 +101,17 @@ def test_a_check_that_fails_leaves_the_others(
     assert (result.exit_code, states[name]) == (1, "bad"), result.output
     assert {"python", "torch", "memory", "redis", "port", "coordinator"} <= states.keys()
     assert "cannot read /nowhere" in result.output
+
+
+def test_a_target_whose_config_has_values_of_other_types(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("_torch", "_memory", "_redis"):
+        monkeypatch.setattr(doctor, name, lambda: ())
+    for hidden, found in (('"64"', "bad"), ("64", "ok")):
+        (tmp_path / "config.json").write_text(f'{{"model_type": "llama", "hidden_size": {hidden}}}')
+        line = ["doctor", "--endpoint", "127.0.0.1:1", "--target", str(tmp_path)]
+        result = CliRunner().invoke(app, line, env={"COLUMNS": "300"})
+        assert re.search(rf"{found} +target ", result.output), result.output
+        assert ("'hidden_size' expected int" in result.output) == (found == "bad")
 
 
 def _locked(path: Path, **_: object) -> os.stat_result:
