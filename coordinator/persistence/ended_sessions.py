@@ -46,18 +46,21 @@ class EndedSessions:
             unanswered = replace(recent, epoch=recent.epoch if recent.guessed else recent.epoch + 1, guessed=True)
             self.keep(unanswered)
             return unanswered, False
-        if recent is None or stored is None:
-            if (record := recent or stored) is None:
-                raise _unknown(session_id)
-            return record, stored is not None and stored.finished
+        if (found := stored or recent) is None:
+            raise _unknown(session_id)
+        stored_as_finished = stored is not None and stored.finished
+        if recent is None:
+            return found, stored_as_finished
         # A claim counts an unfinished session's epoch on by one; beyond that another coordinator may have owned it.
         own_epoch = recent.epoch - 1 if recent.guessed else recent.epoch
-        if stored.epoch > (own_epoch if stored.finished else own_epoch + 1):
-            return stored, stored.finished
-        most = max(stored, recent, key=lambda each: (len(each.tokens), each.finished))
-        record = replace(most, epoch=max(recent.epoch, stored.epoch), guessed=False)
+        if found.epoch > (own_epoch if found.finished else own_epoch + 1):
+            return found, stored_as_finished
+        most = max(found, recent, key=lambda each: (len(each.tokens), each.finished))
+        claims_lost = not found.finished and found.epoch <= own_epoch  # by Redis, perhaps another coordinator's
+        epoch = max(recent.epoch + 2 if claims_lost else recent.epoch, found.epoch)
+        record = replace(most, epoch=epoch, guessed=False)
         self.keep(record)
-        return record, stored.finished
+        return record, stored_as_finished
 
     async def cancel(self, session_id: str) -> bool:
         """Cancel a session; return False if it had ended already."""

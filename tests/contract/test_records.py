@@ -315,6 +315,36 @@ async def test_a_client_that_comes_back_before_its_coordinator_knows_of_another_
     assert tokens == wanted.token_ids
 
 
+async def test_a_client_that_comes_back_after_redis_has_lost_who_had_its_session_goes_on(house: House) -> None:
+    """The verifier knows that another coordinator had it: its refusal ended the session with an error, `fenced`."""
+    settings = CoordinatorSettings(http_port=-1, heartbeat_ms=100, worker_wait_s=5)
+    service, tokens, session_id = CoordinatorService(settings, house.redis.url), list[int](), ""
+    request = ask(PROMPT, temperature=0.0, max_tokens=400, ignore_eos=True, gamma=0)
+    async with (
+        in_process(service, settings) as address,
+        client(address) as other,
+        client(house.coordinator) as stub,
+        redis.Redis.from_url(house.redis.url) as there,
+    ):
+        assert await until(service.ready, 10)
+        wanted = await generate(stub, request)
+        with slowed(house.loaded, 0.005):
+            for turn, (one, sessions) in enumerate(2 * [(stub, house.service.sessions), (other, service.sessions)]):
+                resume = pb.ResumeRequest(session_id=session_id, from_position=len(tokens))
+                call, wanting = one.Resume(resume, timeout=30) if turn else one.Generate(request, timeout=30), 2
+                while wanting and (reply := await call.read()) is not grpc.aio.EOF:
+                    assert not reply.HasField("error"), reply
+                    session_id = reply.started.session_id or session_id
+                    tokens.extend(reply.chunk.token_ids)
+                    wanting -= bool(reply.chunk.token_ids)
+                call.cancel()
+                assert await until(lambda has=sessions, name=session_id: name not in has._sessions, 5)
+                if turn:  # both coordinators have had it
+                    assert await sessions.write_behind.flush(5)
+                    await there.flushall()
+    assert tokens == wanted.token_ids[: len(tokens)]
+
+
 @pytest.mark.parametrize("logprobs", [None, 2])
 async def test_what_a_client_had_when_another_coordinator_cancelled_is_kept(house: House, logprobs: int | None) -> None:
     """Its coordinator wrote nothing more: what it had sent since the last write was lost to `Resume` and usage."""

@@ -76,8 +76,17 @@ async def test_an_end_that_the_store_lacks_is_kept() -> None:
     assert await load(sessions) == (85, 2, CANCELLED, False), "it is yet to be stored"
 
 
-async def test_without_a_stored_record_the_kept_one_continues() -> None:
-    assert await load(ended(record_of(85, epoch=1), None)) == (85, 1, NONE, False)
+async def test_without_a_stored_record_the_kept_one_continues_beyond_what_another_coordinator_had() -> None:
+    """Redis has lost who owned it last. Verifiers know, and would take this coordinator for one that was fenced."""
+    other, here = ended(record_of(90, epoch=2), record_of(85, 4)), ended(record_of(85, epoch=1), None, record_of(80, 4))
+    assert await load(here) == (85, 3, NONE, False)
+    assert await load(other) == (85, 4, NONE, False), "nor does it take what it had for the newest"
+    assert await load(here) == (85, 4, NONE, False), "here it is, as after any claim"
+
+
+async def test_an_end_that_the_store_has_lost_is_as_it_was() -> None:
+    sessions = ended(record_of(85, 1, FinishReason.STOP), None)
+    assert await load(sessions) == (85, 1, FinishReason.STOP, False), "it is yet to be stored again"
 
 
 async def test_an_end_that_the_store_has_lost_is_yet_to_be_stored_again() -> None:
@@ -116,10 +125,11 @@ async def test_an_end_is_stored_with_the_epoch_that_was_guessed() -> None:
 
 
 async def test_a_store_that_lost_writes_does_not_lower_the_epoch() -> None:
-    """Otherwise workers would take the session for an older one."""
-    sessions = ended(record_of(85, epoch=5), record_of(60, 2), record_of(60, 3))
-    assert await load(sessions) == (85, 5, NONE, False)
-    assert await load(sessions) == (85, 5, NONE, False)
+    """Otherwise workers would take the session for an older one, also where another coordinator had it meanwhile."""
+    sessions = ended(record_of(85, epoch=5), record_of(60, 2), record_of(60, 8), record_of(60, 10))
+    assert await load(sessions) == (85, 7, NONE, False)
+    assert await load(sessions) == (85, 8, NONE, False), "what is written with that epoch is claimed as usual"
+    assert await load(sessions) == (60, 10, NONE, False)
 
 
 async def test_a_session_that_was_never_here_is_the_stores() -> None:
