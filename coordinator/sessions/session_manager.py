@@ -108,8 +108,7 @@ class SessionManager:
 
     async def stop(self) -> None:
         """Stop all sessions; clients resume unfinished ones on another coordinator, from Redis."""
-        sessions = list(self._sessions.values())
-        for session in sessions:
+        for session in (sessions := self.live):
             session.stats.moves = True
             session.stop(Unavailable("this coordinator is shutting down; resume on another", retry_after_ms=500))
         await asyncio.gather(*(session.closed() for session in sessions))
@@ -194,7 +193,8 @@ class SessionManager:
                 await asyncio.sleep(_FIND_WAIT_S)  # its coordinator may not have written it yet
                 continue
             if known.target.identity != target.identity:
-                raise Conflict("this idempotency_key was used for another model", field="idempotency_key")
+                with self.followed(known):  # else it would run on, unread
+                    raise Conflict("this idempotency_key was used for another model", field="idempotency_key")
             return known
         if (live := self._live(record.session_id)) is None and not admitted:
             self._admit_request(record.request, target)

@@ -183,7 +183,7 @@ class RequestStats:
         """Return the figures as they are now; with plans that were only `considered`, it takes a millisecond."""
         first = self._started if self._first_token is None else self._first_token
         drafts, positions = self._proposed.total(), max(self._proposed, default=0)
-        proposed, accepted = _total(self._proposed), _total(self._accepted)
+        proposed, accepted = sum(self._proposed.elements()), sum(self._accepted.elements())
         guessed = sum(kind.guessed for kind in self._kinds.values())
         return GenerationStats(
             steps=self._sums["steps"],
@@ -239,10 +239,6 @@ class RequestStats:
             if choice.plan.mode not in modes
         ]
         return (*taken, *others)
-
-
-def _total(lengths: Counter[int]) -> int:
-    return sum(length * count for length, count in lengths.items())
 
 
 def _per_position(lengths: Counter[int], positions: int) -> tuple[int, ...]:

@@ -45,8 +45,7 @@ class StreamProgress:
             self._until = self._until or time.monotonic() + timeout_s
             timeout_s = max(0.0, min(1e9, self._until - time.monotonic()))  # a much longer one overflows in gRPC
         request = self.request()
-        method = stub.Resume if isinstance(request, pb.ResumeRequest) else stub.Generate
-        return method(request, timeout=timeout_s)
+        return (stub.Resume if isinstance(request, pb.ResumeRequest) else stub.Generate)(request, timeout=timeout_s)
 
     def take(self, reply: pb.GenerateReply) -> Reply | None:
         """Record a reply; return it unless it is a repeated Started, with which every stream begins."""

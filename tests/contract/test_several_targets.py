@@ -192,6 +192,14 @@ async def test_an_idempotency_key_belongs_to_one_model(both: Both) -> None:
         assert again.session_id == first.session_id
         _, error, _ = await failure(stub.Generate(ask([1, 2, 3], model="words", **given), timeout=10))
         assert isinstance(error, Conflict)
+        given |= {"max_tokens": 400, "ignore_eos": True, "key": "of one that its client has left"}
+        left = stub.Generate(ask([1, 2, 3], model="target", **given), timeout=10)
+        await left.read()
+        left.cancel()
+        assert await soon(lambda: not both.service.sessions.live, 10)
+        _, error, _ = await failure(stub.Generate(ask([1, 2, 3], model="words", **given), timeout=10))
+        assert isinstance(error, Conflict)
+        assert not both.service.sessions.live
 
 
 async def test_metrics_are_per_model(both: Both) -> None:

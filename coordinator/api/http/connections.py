@@ -41,8 +41,7 @@ class Connections:
 
     def idle(self, connection: Connection) -> None:
         if connection in self._open:
-            waiting = self._idle_known if connection.known else self._idle_unknown
-            waiting.setdefault(connection)
+            (self._idle_known if connection.known else self._idle_unknown).setdefault(connection)
 
     def busy(self, connection: Connection) -> None:
         self._idle_unknown.pop(connection, None)

@@ -77,9 +77,9 @@ class Requests:
     async def resume(self, *sessions: str, position: int = 0) -> list[Session]:
         return await asyncio.gather(*(self.manager.take_over(each, position, ()) for each in sessions))
 
-    async def find(self, session_id: str) -> Session:
-        record = SessionRecord(session_id, REQUEST, model=TARGET.identity)
-        return await self.manager._find_by_key(record, TARGET, admitted=True)
+    async def find(self, session_id: str, target: Target = TARGET) -> Session:
+        record = SessionRecord(session_id, REQUEST, model=target.identity)
+        return await self.manager._find_by_key(record, target, admitted=True)
 
 
 @pytest.fixture
@@ -317,6 +317,20 @@ async def test_a_used_idempotency_key_leaves_no_session_of_its_own(requests: Req
         await requests.manager.begin(replace(REQUEST, prompt=(3,)), TARGET, "key")
     assert await requests.manager.begin(REQUEST, TARGET, "key") is first
     assert requests.manager.live == [first]
+
+
+async def test_a_key_of_another_model_leaves_its_session_as_it_was(requests: Requests) -> None:
+    """Claimed to tell its model, it ran to its end without a reader, and delayed its coordinator's shutdown."""
+    requests.store("s")
+    other = replace(TARGET, identity="another")
+    with pytest.raises(Conflict, match="another model"):
+        await requests.find("s", other)
+    assert not requests.manager.live
+    session = await requests.find("s")
+    with requests.manager.followed(session):
+        with pytest.raises(Conflict, match="another model"):
+            await requests.find("s", other)
+        assert not session.ended, "it has a reader"
 
 
 async def test_an_answer_that_has_ended_takes_no_place_while_it_is_read(requests: Requests) -> None:
