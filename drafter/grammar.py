@@ -83,7 +83,8 @@ class TargetGrammars:
         `digest` and `eos_ids` identify the target's vocabulary. Raise InvalidRequest if the grammar does not compile.
         """
         key = digest, tuple(eos_ids)
-        if key not in self._loaded:
+        known = self._loaded.get(key)
+        if known is None or (known.done() and known.exception()):  # such as where the system allowed no thread
             kept = list(self._loaded.items())[-3:]  # of other targets
             self._loaded = dict(kept) | {key: asyncio.ensure_future(asyncio.to_thread(self._load, *key))}
         grammars = await asyncio.shield(self._loaded[key])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import grpc
@@ -101,7 +102,8 @@ class Credentials:
         while self._watched:
             await asyncio.sleep(LOOK_S)
             for watched in self._watched:
-                await asyncio.to_thread(watched.look)
+                with suppress(RuntimeError):  # the system allows no further thread now
+                    await asyncio.to_thread(watched.look)
 
     def _read_keys(self, name: str, text: str) -> ApiKeys:
         keys = ApiKeys()

@@ -17,7 +17,7 @@ from grpc._cython import cygrpc
 
 from outrider.base.aio import Call, Continuation, WriteTimer
 from outrider.protocol import convert
-from outrider.protocol.errors import Expired, InvalidRequest, OutriderError
+from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, Unavailable
 from outrider.protocol.field_limits import check_fields
 
 log = structlog.get_logger(__name__)
@@ -150,4 +150,6 @@ def as_outrider_error(error: BaseException) -> OutriderError:
         return error
     reference = secrets.token_hex(6)
     log.error("request failed", reference=reference, exc_info=error)
+    if isinstance(error, RuntimeError) and error.args == ("can't start new thread",):
+        return Unavailable("the system allows this process no further thread", retry_after_ms=1000)
     return OutriderError(f"internal error: {type(error).__name__}; see the log under {reference}")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -193,6 +195,28 @@ async def test_the_name_of_a_file_of_keys_is_no_key(tmp_path: Path) -> None:
             async with AsyncClient([address], api_key=key) as client:
                 with nullcontext() if accepted else pytest.raises(Unauthenticated):
                     assert (await client.server()).sessions == 0
+
+
+async def test_keys_are_followed_after_a_time_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the limit of a container. The file was never looked at again: a revoked key stayed valid."""
+    looks: list[int] = []
+
+    def refuse(_: threading.Thread) -> None:
+        looks.append(1)
+        raise RuntimeError("can't start new thread")
+
+    keys = tmp_path / "api-keys"
+    keys.write_text("staying\nrevoked\n")
+    given = Credentials(CoordinatorSettings(api_keys=f"@{keys}"))
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())  # without threads yet
+    with capture_logs() as logs:
+        async with background(given.follow()):
+            with monkeypatch.context() as full:
+                full.setattr(threading.Thread, "start", refuse)
+                assert await soon(lambda: len(looks) > 1, 10)
+            keys.write_text("staying\n")
+            await read_again(logs, "api_keys")
+    assert [given.keys["api_keys"].allows(bearer(key)) for key in ("staying", "revoked")] == [True, False]
 
 
 async def test_the_fleet_key_is_exchanged_in_three_steps(slow: LoadedModel, tmp_path: Path) -> None:

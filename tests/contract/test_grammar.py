@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import httpx2 as httpx
 import jsonschema
 import pytest
 import torch
@@ -133,6 +135,29 @@ async def test_max_tokens_cuts_a_text_that_could_go_on(house: House, loaded: Loa
     outputs = await generate_all(house.coordinator, requests(2, max_tokens=max_tokens, gamma=3))
     check(outputs, loaded)
     assert any(len(output.token_ids) == max_tokens for output in outputs)
+
+
+async def test_a_form_for_which_the_system_allows_no_thread_may_be_asked_for_again(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the limit of a container. It was an internal error, which clients over gRPC do not retry."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    request = ask(PROMPT, max_tokens=20, grammar=common.Grammar(regex="[a-z]{7}"))
+    body = {"prompt": PROMPT, "max_tokens": 20, "structured_outputs": {"regex": "[a-z]{7}"}}
+    async with (
+        client(house.coordinator) as stub,
+        httpx.AsyncClient(base_url=f"http://{house.service.http_address}", timeout=30) as web,
+    ):
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", refuse)
+            status, _, typed = await failure(stub.Generate(request, timeout=20))
+            assert (status, typed.code) == (grpc.StatusCode.UNAVAILABLE, "unavailable")
+            answer = await web.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        assert re.fullmatch("[a-z]{7}", (await generate(stub, request)).text)
 
 
 async def test_the_output_ends_with_the_form_whoever_ignores_end_tokens(house: House) -> None:

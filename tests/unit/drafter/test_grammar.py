@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from drafter.grammar import GrammarCursor, TargetGrammars
 from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.sampling_params import Grammar, SamplingParams
+from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher
 from outrider.testing.toy_models import byte_tokenizer
@@ -119,3 +121,22 @@ def test_two_targets_are_met_at_once_in_a_new_process() -> None:
     """The thread of one got a half of transformers, and every further session of its target with a grammar failed."""
     done = subprocess.run([sys.executable, "-c", _TWO_TARGETS], capture_output=True, text=True, check=False)
     assert (done.stdout.splitlines()[-1:], done.returncode) == (["None None"], 0), done.stderr
+
+
+async def test_a_tokenizer_for_which_there_was_no_thread_is_loaded_by_the_next_session(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every later session with a grammar got the error of the first one."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    BYTES.save_pretrained(tmp_path)
+    grammars = TargetGrammars(DrafterSettings(kind="suffix", target=str(tmp_path)))
+    given = SamplingParams(grammar=Grammar(regex="a")), PROMPT, 2, Vocabulary.of(BYTES).digest, [END]
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                await grammars.cursor(*given)
+    assert await grammars.cursor(*given) is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
@@ -155,6 +157,26 @@ class Refusing(grpc.GenericRpcHandler):
             working = asyncio.create_task(self._unary(request, context))  # which its own frame then keeps
             await working
             yield b""
+
+
+_NO_THREAD = """
+import os, resource, threading
+from outrider.security.error_interceptor import as_outrider_error
+if os.getuid() == 0:
+    os.setresuid(65534, 65534, 65534)  # root may have any number
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+for work in (threading.Thread(target=int).start, lambda: [][0], lambda: (_ for _ in ()).throw(RuntimeError())):
+    try:
+        work()
+    except Exception as error:
+        print(as_outrider_error(error).code)
+"""
+
+
+def test_what_fails_for_want_of_a_thread_may_be_tried_again() -> None:
+    done = subprocess.run([sys.executable, "-c", _NO_THREAD], capture_output=True, text=True, timeout=60, check=True)
+    codes = [line for line in done.stdout.splitlines() if line in ("unavailable", "internal")]  # not those of the log
+    assert codes == ["unavailable", "internal", "internal"]
 
 
 async def test_a_refused_call_leaves_nothing_to_the_collector_of_garbage() -> None:
