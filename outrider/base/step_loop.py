@@ -101,3 +101,4 @@ class StepLoop(ABC):
             taken = partial(take, error)
         if not self._events.is_closed():
             self._events.call_soon_threadsafe(self._turn, ended, taken, context=self._context)
+        del taken  # an error's traceback keeps this frame: a cycle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
@@ -171,3 +172,33 @@ def test_a_process_that_ends_waits_for_the_step_that_is_computed() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=30)
     assert (ended.returncode, ended.stdout) == (0, "computed\n")
+
+
+async def test_a_step_that_failed_leaves_nothing_to_the_collector_of_garbage() -> None:
+    """Its error kept the sessions of its step, with their caches on a device: collections are rare there."""
+
+    class Batch:
+        def compute(self) -> None:
+            raise ValueError("a step failed")
+
+    class Failing(StepLoop):
+        def __init__(self, batch: Batch) -> None:
+            super().__init__(StepThread("failing"))
+            self.batches, self.errors = [batch], list[str]()
+
+        def compose(self) -> Step | None:
+            return (self.batches.pop().compute, lambda error: self.errors.append(str(error))) if self.batches else None
+
+    batch = Batch()
+    held, loop = weakref.ref(batch), Failing(batch)
+    del batch
+    gc.disable()
+    try:
+        running = asyncio.create_task(loop.run())
+        assert await until(lambda: bool(loop.errors), 5)
+        assert await until(lambda: held() is None, 5)
+    finally:
+        gc.enable()
+    assert loop.errors == ["a step failed"]
+    running.cancel()
+    loop.thread.stop()
