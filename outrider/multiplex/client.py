@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from outrider.base.aio import WriteTimer, background, cancel_all
 from outrider.multiplex.calls import MultiplexedCall, OwnCall, SessionCall, rpc_error
 from outrider.multiplex.frames import MAX_BATCH_BYTES, FrameQueue
-from outrider.multiplex.stream import MultiplexedStream, check_batch, check_window
+from outrider.multiplex.stream import MAX_ENDING, MultiplexedStream, check_batch, check_window
 from outrider.protocol.errors import InvalidRequest, ProtocolViolation
 from outrider.v1 import multiplex_pb2 as pb
 
@@ -23,7 +23,6 @@ log = structlog.get_logger(__name__)
 MAX_HEADER_BYTES = 1024  # with its key
 WRITE_TIMEOUT_S = 30.0  # for a batch, from its first frame to its place in the connection
 FRAMES_AT_ONCE = 32  # then what else is ready has its turn: of hundreds of sessions one would wait for all at each step
-MAX_ENDING = 8192  # streams that we have ended and the worker has not
 
 Metadata = Sequence[tuple[str, str]]
 

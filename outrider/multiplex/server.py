@@ -15,7 +15,7 @@ from outrider.base.aio import Call, background, cancel_all
 from outrider.base.config import Settings
 from outrider.multiplex.direct_call import DirectCall
 from outrider.multiplex.frames import FrameQueue
-from outrider.multiplex.stream import MultiplexedStream, check_batch, check_window
+from outrider.multiplex.stream import MAX_ENDING, MultiplexedStream, check_batch, check_window
 from outrider.protocol import convert
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, Overloaded, Unauthenticated
 from outrider.security.api_keys import HEADER, ApiKeys
@@ -111,8 +111,8 @@ class CoordinatorSessions:
         self._last += 1
         if frame.stream != self._last:
             raise InvalidRequest.of("frame.stream", frame.stream, f"{self._last}, the next one")
-        if len(self._streams) > 2 * self._limits.max_streams:  # refused ones too, until the coordinator ends them
-            raise InvalidRequest.of("streams", len(self._streams), f"at most {2 * self._limits.max_streams}")
+        if len(self._streams) > (most := self._limits.max_streams + MAX_ENDING):  # thousands may come at once
+            raise InvalidRequest.of("streams", len(self._streams), f"at most {most}")
         max_bytes = self._limits.max_message_mib * 1024 * 1024
         stream = MultiplexedStream(self._last, self._streams, self.frames, self._window, max_bytes)
         headers = tuple((header.key, header.header) for header in frame.open.headers)

@@ -24,6 +24,7 @@ from outrider.v1 import multiplex_pb2 as pb
 MAX_UNSENT = 1024  # messages, or parts of messages, that the peer does not read
 MIN_CREDIT = WINDOW_BYTES // 2
 MAX_END_BYTES = 16 * 1024
+MAX_ENDING = 8192  # streams that this side has ended and the peer has not
 MAX_WINDOW_BYTES = 1024 * 1024  # of the peer, which has as much of each session buffered here
 
 STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}

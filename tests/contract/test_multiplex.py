@@ -206,6 +206,28 @@ async def test_a_higher_epoch_takes_over_across_streams(verifier: str, prompt: l
         assert len(await read_all(new)) == 8
 
 
+async def test_sessions_beyond_the_limit_that_come_at_once_stop_no_other(
+    loaded: LoadedModel, tmp_path: Path, prompt: list[int], greedy: Any
+) -> None:
+    """As of a verifier that was lost. None was ended yet that the worker refused: it lost all of a coordinator's."""
+    wanted = greedy(prompt, 200)
+    async with verifier_serving(loaded, tmp_path, max_streams=4) as address, sharing(address) as shared:
+        running = await shared.verify()
+        await running.open(prompt, session_id="running", max_tokens=200)
+        late = [await shared.verify() for _ in range(40)]
+        for number, stream in enumerate(late):
+            await stream.send_open(prompt, session_id=f"late {number}", max_tokens=8)
+        refused = [await failure_of(stream) for stream in late[3:]]
+        assert {each.code() for each in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        for stream in late:
+            stream.call.cancel()
+        assert await read_all(running) == wanted
+        assert await soon(lambda: shared.num_open == 0, 5)
+        again = await shared.verify()
+        await again.open(prompt, session_id="again", max_tokens=8)
+        assert await read_all(again) == wanted[:8]
+
+
 async def test_a_session_that_reads_nothing_stops_no_other(loaded: LoadedModel, tmp_path: Path, prompt: Any) -> None:
     """Its verdicts with log-probabilities fill its window; then it gets an error, as on a call of its own."""
     async with verifier_serving(loaded, tmp_path, write_timeout_s=1.0) as address, sharing(address) as shared:

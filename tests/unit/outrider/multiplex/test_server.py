@@ -48,7 +48,8 @@ async def received(sessions: CoordinatorSessions, *frames: pb.SessionFrame) -> N
     await sessions.receive(batches())
 
 
-async def test_refused_streams_that_the_coordinator_does_not_end_are_bounded() -> None:
+async def test_refused_streams_that_the_coordinator_does_not_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.multiplex.server.MAX_ENDING", 3)
     sessions = make_sessions(until_the_peer_ends, max_streams=3)
     await received(sessions, *map(opened, range(1, 100)))
     assert isinstance(sessions.failure, InvalidRequest)
