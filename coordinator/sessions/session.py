@@ -179,7 +179,7 @@ class Session:
             if not self.record.tokens and not another:
                 raise
         except OutriderError as error:
-            raise self._verifiers.record_failure(connection, error) from None
+            raise self._verifiers.record_failure(connection, error, self.record.verifier) from None
         return False
 
     def _commit(self, verdict: Verdict) -> None:

@@ -69,8 +69,8 @@ class VerifierChooser:
         other.info = replace(other.info, load=replace(load, sessions=sessions, kv_tokens_used=used))
         return True
 
-    def record_failure(self, connection: WorkerConnection, error: OutriderError) -> OutriderError:
-        """Record a verifier's failure and return the error that it means for the session."""
+    def record_failure(self, connection: WorkerConnection, error: OutriderError, last: str = "") -> OutriderError:
+        """Record a verifier's failure and return what it means for a session that verifier `last` had accepted."""
         if isinstance(error, ProtocolViolation):
             self._excluded.add(connection.info.worker_id)
             self.worker_pool.shunned.report(connection.info, error.message)
@@ -78,7 +78,8 @@ class VerifierChooser:
             connection.record_failure()
         elif not isinstance(error, Fenced):
             self._excluded.add(connection.info.worker_id)
-            if self.available() is not None:  # another verifier may accept the session
+            had_another = last not in ("", connection.info.worker_id)  # which may be restarting
+            if had_another or self.available() is not None:  # another verifier may accept the session
                 return PeerLost(f"{connection.info.address} rejected the session: {error.message}")
         return error
 

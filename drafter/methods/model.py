@@ -161,8 +161,7 @@ class ModelDrafter:
         new = [row for row, path in enumerate(computed) if path not in known]
         if new:
             new_paths = [computed[row] for row in new]
-            new_choices = token_choices(request, logits[new], new_paths, self._columns)
-            known.update(zip(new_paths, new_choices, strict=True))
+            known.update(zip(new_paths, token_choices(request, logits[new], new_paths, self._columns), strict=True))
         builder = TreeBuilder(request)
         for node, path in enumerate(paths, start=ROOT):
             builder.add_choices(node, known[path])

@@ -18,6 +18,7 @@ from outrider.base.grpc_options import channel_options
 from outrider.engine.loading.loader import EngineOptions, LoadedModel, load_model
 from outrider.engine.throttled import ThrottledEngine, parse_pace
 from outrider.protocol import convert
+from outrider.protocol.errors import InvalidRequest
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -63,6 +64,35 @@ class Desk:
 
 def slowly(loaded: LoadedModel) -> LoadedModel:
     return replace(loaded, engine=ThrottledEngine(loaded.engine, parse_pace("1:15")))
+
+
+async def test_a_session_waits_for_its_verifier_where_the_other_one_is_too_small(
+    loaded: LoadedModel, models: Models, greedy: Greedy, tmp_path: Path
+) -> None:
+    """The refusal of the other one was taken for a fault of the request, in the middle of its answer."""
+    settings = CoordinatorSettings(http_port=-1, heartbeat_ms=200, worker_wait_s=20)
+    service = CoordinatorService(settings, NO_REDIS)
+    other = load_model(str(models.target), EngineOptions(device="cpu"))
+    request = ask(PROMPT, temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+    async with (
+        in_process(service, settings) as address,
+        verifier_serving(other, tmp_path / "small", kv_tokens=64) as small,
+        client(address) as stub,
+    ):
+        desk, output = Desk(address, service, loaded), Output()
+        async with desk.registered("small", small):
+            with pytest.raises(InvalidRequest, match="cache holds 64 tokens"):  # no other has accepted it
+                await follow(stub.Generate(request, timeout=30), Output())
+        async with verifier_serving(slowly(loaded), tmp_path / "first") as first, desk.registered("first", first):
+            answering = asyncio.create_task(follow(stub.Generate(request, timeout=50), output))
+            assert await until(lambda: len(output.token_ids) > 2, 10)
+        (session,) = service.sessions.live
+        async with desk.registered("small", small):
+            assert await until(lambda: "small" in session._verifiers._excluded, 10), "it has refused the session"
+            assert not session.ended
+            async with verifier_serving(slowly(loaded), tmp_path / "again") as again, desk.registered("again", again):
+                await answering
+    assert output.token_ids == greedy(loaded.tokenizer.encode(PROMPT), LENGTH)
 
 
 async def test_a_session_hears_that_its_verifier_drains_after_a_second_registration(
