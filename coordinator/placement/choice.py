@@ -44,7 +44,8 @@ def least_loaded(usable: Sequence[WorkerT]) -> WorkerT:
 
 def with_prefix(prefix: PromptPrefix, usable: Sequence[WorkerT]) -> WorkerT:
     """Return a verifier with most of the prompt, or the least loaded one if those have too many sessions."""
-    roomy = [each for each in usable if has_room(each, prefix)] or usable
+    able = [each for each in usable if _holds(each, prefix)] or usable  # one that is too small would refuse it
+    roomy = [each for each in able if has_room(each, prefix)] or able
     found = {id(each): each.prefixes.found(prefix) for each in roomy}
     fair = [each for each in roomy if found[id(each)] and _within_share(each, roomy)]
     if fair:
@@ -59,8 +60,13 @@ def with_prefix(prefix: PromptPrefix, usable: Sequence[WorkerT]) -> WorkerT:
 def has_room(each: PlacedWorker, prefix: PromptPrefix) -> bool:
     """Return whether the session would run at once: cache for it is free, and no other session waits."""
     load = each.info.load
-    fits = not load.kv_tokens_total or load.kv_tokens_used + prefix.num_tokens <= load.kv_tokens_total
-    return fits and not load.waiting and occupancy(each) < 1.0
+    return _holds(each, prefix, load.kv_tokens_used) and not load.waiting and occupancy(each) < 1.0
+
+
+def _holds(each: PlacedWorker, prefix: PromptPrefix, used: int = 0) -> bool:
+    """Return whether a verifier's cache has room for the session, with so many tokens in use."""
+    total = each.info.load.kv_tokens_total
+    return not total or used + prefix.num_tokens <= total
 
 
 def _within_share(each: PlacedWorker, others: Sequence[PlacedWorker]) -> bool:

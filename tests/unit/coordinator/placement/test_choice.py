@@ -99,6 +99,15 @@ def test_a_busy_verifier_is_left_for_a_free_one() -> None:
     assert with_prefix(prompt(2, 0), both) is both[1]
 
 
+def test_a_session_waits_for_a_verifier_that_can_hold_it() -> None:
+    """Sent to the idle one and refused there, it counted as one that had lost its verifier."""
+    known = prompt(1, 0)
+    idle = sent(Verifier("too small", reported=WorkerLoad(kv_tokens_total=known.num_tokens - 1)), known)
+    busy = Verifier("busy", sessions=64, reported=WorkerLoad(waiting=9, kv_tokens_used=900, kv_tokens_total=1000))
+    assert with_prefix(known, [idle, busy]) is busy
+    assert with_prefix(known, [idle]) is idle, "it tells why none can"
+
+
 def test_where_all_are_full_the_prefix_counts_again() -> None:
     known = prompt(1, 0)
     verifiers = [
