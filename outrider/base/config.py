@@ -236,7 +236,7 @@ def flags(settings: Settings) -> list[str]:
 
 
 def has_secrets(settings: Settings) -> bool:
-    return any(isinstance(value, SecretStr) and bool(value.get_secret_value()) for _, value in settings)
+    return any(isinstance(value, SecretStr) and bool(value.get_secret_value().strip()) for _, value in settings)
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:

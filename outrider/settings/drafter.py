@@ -44,4 +44,5 @@ class DrafterSettings(WorkerSettings, DrafterKey):
     @property
     def own_key(self) -> tuple[str, SecretStr]:
         """Return the drafter key, or the fleet key if only that is set: a drafter needs fewer rights than it grants."""
-        return super().own_key if self.fleet_key and not self.drafter_key else ("drafter_key", self.drafter_key)
+        has_own = bool(self.drafter_key.get_secret_value().strip())
+        return super().own_key if self.fleet_key and not has_own else ("drafter_key", self.drafter_key)

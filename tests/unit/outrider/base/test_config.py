@@ -270,6 +270,7 @@ def test_a_drafter_with_the_fleet_key_alone_uses_it() -> None:
     assert alone.own_key == ("fleet_key", SecretStr("fleet"))
     both = DrafterSettings(fleet_key=SecretStr("fleet"), drafter_key=SecretStr("drafter"))
     assert both.own_key == ("drafter_key", SecretStr("drafter"))
+    assert both.model_copy(update={"drafter_key": SecretStr("\n")}).own_key == ("fleet_key", SecretStr("fleet"))
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
