@@ -98,11 +98,12 @@ def make_request(prompt: str | None, options: Options) -> pb.GenerateRequest:
     """Return the message of a request; raise InvalidRequest for one that cannot be made."""
     if unknown := options.keys() - Options.__annotations__.keys():
         raise InvalidRequest(f"{', '.join(sorted(unknown))} is no option of a request; params has those of sampling")
+    given: dict[str, Any] = {**options}
     with checked_fields():
-        given = [each for each in (options.get("chat"), options.get("tokens")) if each is not None and len(each)]
-        if len(given) + (prompt is not None) > 1:
+        given |= {name: [*content] for name in ("chat", "tokens") if (content := given.get(name)) is not None}
+        if sum(map(bool, (prompt is not None, given.get("chat"), given.get("tokens")))) > 1:
             raise InvalidRequest("a request has a prompt, a chat or tokens, not several of them")
-        return _request(prompt, options)
+        return _request(prompt, given)
 
 
 @contextlib.contextmanager
@@ -114,27 +115,26 @@ def checked_fields() -> Iterator[None]:
         raise InvalidRequest("a text is not UTF-8" if isinstance(error, UnicodeError) else str(error)) from error
 
 
-def _request(prompt: str | None, options: Options) -> pb.GenerateRequest:
-    given: dict[str, Any] = {**options}
+def _request(prompt: str | None, given: dict[str, Any]) -> pb.GenerateRequest:
     if isinstance(getattr(given.get("params"), "stop", None), str):  # each character would be one
         raise InvalidRequest.of("params.stop", given["params"].stop, "a list of texts")
     request = pb.GenerateRequest(
-        params=convert.params_to_proto(options.get("params") or SamplingParams()),
+        params=convert.params_to_proto(given.get("params") or SamplingParams()),
         # With a key a request can be repeated if its answer was lost.
-        idempotency_key=options.get("idempotency_key") or secrets.token_hex(16),
+        idempotency_key=given.get("idempotency_key") or secrets.token_hex(16),
         speculation=pb.Speculation(**{it: given[it] for it in pb.Speculation.DESCRIPTOR.fields_by_name if it in given}),
-        cache_salt=options.get("cache_salt", ""),
-        model=options.get("model", ""),
-        priority=options.get("priority"),
+        cache_salt=given.get("cache_salt", ""),
+        model=given.get("model", ""),
+        priority=given.get("priority"),
     )
     if prompt is not None:
         request.prompt = prompt
-    elif chat := options.get("chat"):
+    elif chat := given.get("chat"):
         if not all(isinstance(message, tuple | list) for message in chat):  # a dict would unpack to its keys
             raise InvalidRequest("chat has messages that are no pairs (role, content)", field="chat")
         request.chat.messages.extend(pb.ChatMessage(role=role, content=content) for role, content in chat)
     else:
-        request.tokens.ids.extend(options.get("tokens", ()))
+        request.tokens.ids.extend(given.get("tokens", ()))
     return request
 
 

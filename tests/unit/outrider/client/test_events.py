@@ -59,6 +59,12 @@ def test_tokens_may_be_an_array() -> None:
         make_request("x", {"tokens": cast(Any, numpy.array([1, 2]))})
 
 
+def test_tokens_and_a_chat_may_come_from_an_iterator() -> None:
+    assert make_request(None, {"tokens": cast(Any, map(int, "12"))}).tokens.ids == [1, 2]
+    asked = make_request(None, {"chat": cast(Any, iter([("user", "x")]))}).chat.messages
+    assert [(message.role, message.content) for message in asked] == [("user", "x")]
+
+
 def test_a_text_that_is_not_utf8_is_told() -> None:
     with pytest.raises(InvalidRequest, match="a text is not UTF-8"):
         make_request("\udcff", {})
