@@ -29,7 +29,7 @@ def check_number(name: str, value: Any, low: float, high: float, *, open_low: bo
 
 
 def check_whole(name: str, value: Any, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):  # Python counts booleans as integers, protobuf does not
+    if not isinstance(value, int) or isinstance(value, bool):  # Python counts booleans as integers, JSON does not
         raise InvalidRequest.of(name, value, f"a whole number in [{low}, {high}]")
     check_number(name, value, low, high)
 

@@ -48,7 +48,7 @@ def release_before(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     if packed.returncode:
         pytest.skip(f"the history does not have {before}, a release before: a shallow clone?")
     folder = tmp_path_factory.mktemp("release-before")
-    subprocess.run(["tar", "--extract"], input=packed.stdout, cwd=folder, check=True)
+    subprocess.run(["tar", "--extract", "--file=-"], input=packed.stdout, cwd=folder, check=True)
     return folder
 
 
