@@ -43,7 +43,7 @@ class Channels:
         else:
             options += self.tls.channel_options()
             channel = kind.secure_channel(address, self.tls.channel_credentials(), options=options)
-        return _ChannelWithKey(channel, self.key.strip()) if self.key else channel
+        return _ChannelWithKey(channel, key) if (key := (self.key or "").strip()) else channel
 
 
 PLAIN = Channels()

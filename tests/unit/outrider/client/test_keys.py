@@ -46,7 +46,7 @@ async def answers(key: Any) -> list[str]:
 
 async def test_blanks_around_a_key_are_no_part_of_it() -> None:
     assert await answers("s3cret\n") == ["Bearer s3cret"] * 2
-    assert [await answers(none) for none in ("", None)] == [["none"] * 2] * 2
+    assert [await answers(none) for none in ("", None, "\n")] == [["none"] * 2] * 3
 
 
 @pytest.mark.parametrize("key", ["s3\ncret", "s3cr\u0451t", "s3cr\0t"])
