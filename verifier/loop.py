@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -152,8 +153,8 @@ class VerificationLoop(StepLoop):
         for session in self._admission.sessions():
             self.close(session, Unavailable("this verifier is shutting down"))
         self.thread.stop()
-        self._admission.free_closed()
-        self._target.close()
+        with closing(self._target):
+            self._admission.free_closed()
 
     def _fail(self, error: TargetFailed) -> None:
         """Close all sessions, so that they continue on another verifier."""

@@ -101,13 +101,8 @@ class BlockDrafter:
         if isinstance(module, PublishedDspark):
             rows = _MarkovRows(module, session, request, skipped)
             return draft_places(request, rows, num_places, self._candidates, ids, by_level=True)
-        return draft_places(
-            request,
-            lambda paths: session.logits[[len(path) + skipped for path in paths]],
-            num_places,
-            self._candidates,
-            ids,
-        )
+        logits = session.logits[skipped:]
+        return draft_places(request, lambda paths: logits[list(map(len, paths))], num_places, self._candidates, ids)
 
 
 class _MarkovRows:

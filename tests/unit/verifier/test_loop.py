@@ -69,6 +69,34 @@ async def test_an_error_of_the_device_ends_the_loop_and_moves_its_sessions(error
     loop.stop()
 
 
+class UnsureTarget(EngineTarget):
+    """A target that fails, and then cannot free a session: its state is unknown, as vLLM's is after an error."""
+
+    is_closed = False
+
+    def step(self, batch: Sequence[ScheduledSession]) -> VerifyStep:
+        raise TargetFailed("vLLM failed")
+
+    def free(self, session: VerifySession) -> None:
+        raise AssertionError(f"no blocks of {session.id}")
+
+    def close(self) -> None:
+        super().close()
+        self.is_closed = True
+
+
+async def test_a_target_that_cannot_free_a_session_is_closed() -> None:
+    """Otherwise its processes would stay."""
+    target = UnsureTarget(MockEngine())
+    loop = VerificationLoop(target, LIMITS, VerifierMetrics("unsure"))
+    opened(loop, "one")
+    with pytest.raises(TargetFailed):
+        await asyncio.wait_for(loop.run(), 5)
+    with pytest.raises(AssertionError, match="no blocks of one"):
+        loop.stop()
+    assert target.is_closed
+
+
 class LayersEngine(MockEngine):
     """An engine whose sessions have states after one layer."""
 
