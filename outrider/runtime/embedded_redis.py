@@ -57,7 +57,7 @@ def check_redis(url: str) -> str:
     """Return a URL without its password; raise StartupError if coordinators cannot use the Redis there."""
     import redis  # here: most commands need none
 
-    where = _PASSWORD.sub(r"\1", url).partition("?")[0]
+    where = _PASSWORD.sub(r"\1", re.split("[?&]password=", url)[0]).partition("?")[0]
     try:
         with redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2) as client:
             client.set("outrider:check", 1, px=1000, nx=True, get=True)  # replicas, and Redis 6, would answer a ping

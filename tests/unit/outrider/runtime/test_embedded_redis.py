@@ -118,6 +118,13 @@ def test_the_password_of_a_url_without_a_scheme_is_not_told(url: str) -> None:
         check_redis(url)
 
 
+@pytest.mark.parametrize("options", ["password=se@cret", "db=1&password=se@cret"])
+def test_a_password_among_the_options_of_a_url_is_not_told(options: str) -> None:
+    """Redis's client takes one there, with an @ as it is."""
+    with pytest.raises(StartupError, match=r"Redis cannot be used at redis://127\.0\.0\.1:1/0: ConnectionError"):
+        check_redis(f"redis://127.0.0.1:1/0?{options}")
+
+
 def test_unreadable_data_are_put_aside(tmp_path: Path) -> None:
     with embedded_redis(tmp_path) as url, redis.Redis.from_url(url) as client:
         client.set("a", "b")
