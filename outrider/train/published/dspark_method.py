@@ -27,7 +27,7 @@ class DsparkMethod(TrainedCheckpoint):
 
     def __init__(self, inputs: TrainingInputs, *, layers: int, block: int, markov: str = "vanilla") -> None:
         hidden, vocab = inputs.target_weights.hidden, len(inputs.target_weights.embeddings)
-        used = set(torch.cat([example.tokens for example in inputs.examples]).tolist())
+        used = {token for example in inputs.examples for token in example.tokens.tolist()}
         shape = DsparkShape(
             **self.dimensions(inputs.target),
             layers=layers,
