@@ -176,7 +176,7 @@ class EagleDrafter:
             state.path += tokens
         state.path += drafted[:-1]
         state.outputs += [_LayerOutput(hidden[i : i + 1], logits[i : i + 1]) for i in range(len(hidden))]
-        return request.chain(drafted)
+        return request.chain(drafted, done=len(drafted) < request.max_new_tokens)
 
     def _draft_chain(self, request: DraftRequest, state: _EagleSession) -> DraftSteps:
         tokens = list(request.tokens)
