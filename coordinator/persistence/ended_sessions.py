@@ -57,8 +57,7 @@ class EndedSessions:
             return found, stored_as_finished
         most = max(found, recent, key=lambda each: (len(each.tokens), each.finished))
         claims_lost = not found.finished and found.epoch <= own_epoch  # by Redis, perhaps another coordinator's
-        epoch = max(recent.epoch + 2 if claims_lost else recent.epoch, found.epoch)
-        record = replace(most, epoch=epoch, guessed=False)
+        record = replace(most, epoch=max(recent.epoch + 2 * claims_lost, found.epoch), guessed=False)
         self.keep(record)
         return record, stored_as_finished
 

@@ -52,10 +52,9 @@ def room_for(path: Path) -> Iterator[None]:
     """Raise StartupError if the block fails for a full disk."""
     try:
         yield
-    except StartupError:
-        raise  # of a block within
     except Exception as error:
-        if getattr(error, "errno", 0) in _FULL or _SAYS_FULL.search(str(error)):
+        full = getattr(error, "errno", 0) in _FULL or _SAYS_FULL.search(str(error))
+        if full and not isinstance(error, StartupError):  # of a block within
             message = f"no room for {path}: {error}; free some space and repeat the command, which continues from there"
             raise StartupError(message, field="path", value=str(path)) from error
         raise
