@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,7 +53,7 @@ class _Watched:
     def _contents(self) -> _Contents:
         contents = []
         for path in self.paths:
-            with contextlib.suppress(StartupError):  # it is missing
+            with suppress(StartupError):  # it is missing
                 contents.append(read_named("", path))
         return tuple(contents)
 

@@ -327,6 +327,7 @@ async def test_other_methods(web: httpx.AsyncClient) -> None:
         ('{"prompt": "x", "n": 1.5}', "n"),
         ('{"prompt": "x", "stream": 1}', "stream"),
         ('{"prompt": "x", "skip_special_tokens": 1}', "skip_special_tokens"),
+        ('{"prompt": "x", "skip_special_tokens": "True"}', "skip_special_tokens"),
         ('{"prompt": "x", "top_logprobs": false}', "top_logprobs"),
         ('{"prompt": "x", "stop": ' + json.dumps(["x"] * 10_000) + "}", "stop"),
         ('{"prompt": "x", "stop": ' + json.dumps("x" * 1000) + "}", "stop"),

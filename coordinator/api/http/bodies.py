@@ -6,6 +6,7 @@ An unsupported field that would change the answer is rejected by name; fields th
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -32,8 +33,8 @@ _LABELS = {"client_metadata", "max_tool_calls", "prompt_cache_options", "prompt_
 _FALSE_HERE = ("include_stop_str_in_output", "use_beam_search", "early_stopping", "echo")
 _TRUE_HERE = ("skip_special_tokens", "spaces_between_special_tokens", "separate_reasoning", "include_reasoning")
 # Of vLLM and SGLang, with the values that hold for any answer here: some clients send all fields with their defaults.
-_HOLDS: dict[str, Any] = dict.fromkeys(_TRUE_HERE, "True") | dict.fromkeys(_FALSE_HERE, "False")
-_HOLDS |= {"return_tokens_as_token_ids": "False", "length_penalty": "1", "bad_words": "[]", "top_logprobs": "0"}
+_HOLDS: dict[str, Any] = dict.fromkeys(_TRUE_HERE, "true") | dict.fromkeys(_FALSE_HERE, "false")
+_HOLDS |= {"return_tokens_as_token_ids": "false", "length_penalty": "1", "bad_words": "[]", "top_logprobs": "0"}
 _PIECE = 1 << 16
 _MAX_TOKENS = 2**31 - 1
 
@@ -66,7 +67,7 @@ _TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     most_values: ClassVar[int] = 1 << 16
-    passes: ClassVar[dict[str, Any]] = {}  # how further values are written: 1 equals true; the ellipsis: anything
+    passes: ClassVar[dict[str, Any]] = {}  # further values, as JSON: 1 equals true here; the ellipsis: anything
 
     @model_validator(mode="before")
     @classmethod
@@ -76,8 +77,8 @@ class Body(BaseModel):
             return data
         known = {field.alias or name: field for name, field in cls.model_fields.items()}
         # Null changes nothing: newer clients have more fields. Those of another type are named by that.
-        given = (name for name, value in data.items() if value is not None and name not in known)
-        unknown = next((name for name in given if cls.passes.get(name) not in (..., f"{_whole(data[name])}")), None)
+        given = ((name, json.dumps(_whole(it))) for name, it in data.items() if it is not None and name not in known)
+        unknown = next((name for name, value in given if cls.passes.get(name) not in (..., value)), None)
         kinds = get_args(known["type"].annotation) if "type" in known else ()
         if unknown is not None and (not kinds or data.get("type", kinds[0]) in kinds):
             fault = InitErrorDetails(type="extra_forbidden", loc=(unknown,), input=data[unknown])

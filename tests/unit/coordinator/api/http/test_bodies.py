@@ -337,6 +337,17 @@ def test_a_number_is_no_boolean_where_one_value_is_taken(name: str, equal: Any) 
 
 
 @pytest.mark.parametrize(
+    ("name", "texts"),
+    [("skip_special_tokens", ["True", "true"]), ("length_penalty", ["1", "1.0"]), ("bad_words", ["[]"])],
+)
+def test_a_text_that_reads_like_the_one_value_is_not_it(name: str, texts: list[str]) -> None:
+    CompletionBody.model_validate({"prompt": "x", name: DEFAULTS[name]})
+    for text in texts:
+        with pytest.raises(ValidationError, match=name):
+            CompletionBody.model_validate({"prompt": "x", name: text})
+
+
+@pytest.mark.parametrize(
     ("kind", "given", "field"),
     [
         (ChatBody, parts(type="text", text="x", echo=False), "messages.0.content.1.echo"),
