@@ -116,7 +116,7 @@ def _models(target: str) -> Iterator[Finding]:
         yield _judged("target", there, str(default_path()), "run: outrider models fetch", fault="note")
         return
     path = locate(target, lambda _: None)
-    importlib.import_module("transformers").AutoConfig.from_pretrained(path)
+    importlib.import_module("transformers").AutoConfig.from_pretrained(path, trust_remote_code=False)
     yield Finding("target", "ok", f"{path} is used as a hub id" if isinstance(path, str) else str(path))
 
 

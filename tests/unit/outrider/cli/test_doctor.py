@@ -114,6 +114,21 @@ def test_a_target_whose_config_has_values_of_other_types(monkeypatch: pytest.Mon
         assert ("'hidden_size' expected int" in result.output) == (found == "bad")
 
 
+def test_code_in_a_targets_folder_is_neither_run_nor_asked_about(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Transformers asks on standard input, and a verifier would refuse the model."""
+    for name in ("_torch", "_memory", "_redis"):
+        monkeypatch.setattr(doctor, name, lambda: ())
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}')
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    line = ["doctor", "--endpoint", "127.0.0.1:1", "--target", str(tmp_path)]
+    result = CliRunner().invoke(app, line, input="y\n", env={"COLUMNS": "300"})
+    assert re.search(r"bad +target .*custom code", result.output), result.output
+    assert "[y/N]" not in result.output
+    assert not (tmp_path / "ran").exists()
+
+
 def _locked(path: Path, **_: object) -> os.stat_result:
     raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
