@@ -78,7 +78,7 @@ class VerifierChooser:
             connection.record_failure()
         elif not isinstance(error, Fenced):
             self._excluded.add(connection.info.worker_id)
-            had_another = last not in ("", connection.info.worker_id)  # which may be restarting
+            had_another = last not in {"", *self._excluded}  # which may be restarting
             if had_another or self.available() is not None:  # another verifier may accept the session
                 return PeerLost(f"{connection.info.address} rejected the session: {error.message}")
         return error

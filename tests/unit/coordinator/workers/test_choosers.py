@@ -138,6 +138,20 @@ async def test_a_verifier_that_failed_rests_and_a_silent_one_is_the_last_choice(
     await pool.workers.close()
 
 
+async def test_a_session_waits_for_its_verifier_only_if_that_one_has_not_refused_it() -> None:
+    """Else an error of the session's own was told after a long wait, as one that may be tried again."""
+    pool = WorkerPool(FleetKeys(), CoordinatorSettings())
+    one, other = [await pool.workers.put(WorkerInfo(w, Role.VERIFIER, f"127.0.0.1:{w}", NOW)) for w in "12"]
+    session, refusal, failure = chooser_of(pool, NOW), InvalidRequest("too small"), OutriderError("internal error")
+    assert isinstance(session.record_failure(one, failure, "1"), PeerLost), "the other one may take it"
+    assert session.record_failure(other, refusal, "1") is refusal
+    assert isinstance(chooser_of(pool, NOW).record_failure(other, refusal, "0"), PeerLost), "it may be restarting"
+    alone = chooser_of(pool, NOW)
+    assert isinstance(alone.record_failure(one, refusal), PeerLost)
+    assert alone.record_failure(other, refusal) is refusal
+    await pool.workers.close()
+
+
 async def test_a_model_is_free_again_when_its_drafter_has_left_the_session() -> None:
     pool = WorkerPool(FleetKeys(), CoordinatorSettings())
     drafter = await pool.workers.put(WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("drafter", "d")))
