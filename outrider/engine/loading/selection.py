@@ -36,7 +36,7 @@ _DAMAGED = ", a file of it may not be read, is damaged or missing, copy or downl
 _TOLD = {  # what the errors of transformers with these words mean
     "the backend tokenizer": ", it has no tokenizer, copy its tokenizer.json too",
     "ignore_mismatched_sizes": ", its weights have other shapes than its config.json says",
-    "alidation error for": ", its config.json or card.json cannot be used",
+    "alidation error for field": ", its config.json or card.json cannot be used",  # vLLM's are for its settings
     "valid JSON": _DAMAGED,
 }
 _RULE_TOKENS = 2

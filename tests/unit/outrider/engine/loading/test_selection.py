@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import BaseModel
 from transformers import OPTConfig, OPTForCausalLM, VoxtralConfig
 
 from outrider.engine.cuda import decoder
@@ -233,3 +234,12 @@ def test_elsewhere_the_cache_has_the_size_that_is_given(llama: str) -> None:
     with emulated_cuda():
         assert load_model(llama, options(device="cuda")).engine.capacity_tokens == 512
     assert load_model(llama, options(device="cpu", kv_tokens=None)).engine.capacity_tokens == 65_536
+
+
+def test_a_setting_that_vllm_refuses_is_no_fault_of_the_models_files() -> None:
+    class ModelConfig(BaseModel):
+        max_model_len: int
+
+    told = r"^cannot load model 'm': ValidationError: 1 validation error for ModelConfig"
+    with pytest.raises(StartupError, match=told), startup_errors("m"):
+        ModelConfig.model_validate({"max_model_len": "long"})
