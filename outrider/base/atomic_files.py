@@ -25,7 +25,7 @@ def read_named(field: str, path: str) -> bytes:
     """Return the content of the file that a setting names, without a mark of UTF-8; raise StartupError without it."""
     try:
         named = Path(path).expanduser()
-        if named.is_fifo():  # without a writer it would be waited for
+        if named.is_fifo() and field != "api_key":  # of a client, read once; else it would be waited for
             raise OSError(errno.EINVAL, "a pipe can be read only once, and services read such files again")
         return named.read_bytes().removeprefix(codecs.BOM_UTF8)
     except (OSError, RuntimeError) as error:  # of ~ without a home

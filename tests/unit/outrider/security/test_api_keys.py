@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,19 @@ def test_a_file_of_keys_may_begin_with_a_mark_of_utf_8(tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_bytes(b"\xef\xbb\xbfalpha\r\nbeta\r\n")
     keys = ApiKeys.parse(f"@{file}", "api_keys")
     assert (keys.first, keys.allows("Bearer beta"), keys.num_holders) == ("alpha", True, 2)
+
+
+def test_a_client_takes_its_key_from_a_pipe() -> None:
+    """As that of `--api-key @<(command)`: it is read once there, other than by services."""
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b"secret\n")
+        with pytest.raises(StartupError, match="a pipe can be read only once"):
+            ApiKeys.parse(f"@/dev/fd/{reading}", "api_keys")
+        os.close(writing)
+        assert ApiKeys.parse(f"@/dev/fd/{reading}", "api_key").first == "secret"
+    finally:
+        os.close(reading)
 
 
 @pytest.mark.parametrize("content", [None, "", "# nothing yet\n", b"\xff\xfe\x00"])
