@@ -80,7 +80,7 @@ class RankGroup:
         from transformers import AutoConfig  # here, too
 
         try:
-            config = AutoConfig.from_pretrained(path).get_text_config()
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
         except Exception:  # its files may be anything
             return  # loading fails with the reason
         if not config.base_model_tp_plan:

@@ -57,7 +57,7 @@ def load_core(name: str, options: CoreOptions, progress: Callable[[str], None]) 
     with startup_errors(name, "this architecture"):
         tokenizer = read_tokenizer(path)
         vocabulary = Vocabulary.of(tokenizer)
-        model = empty_model(AutoConfig.from_pretrained(path), path)
+        model = _empty(path)
     progress(f"loading {name} with vLLM {installed_version()}")
     with startup_errors(name):
         core = VllmCore(replace(options, model=path))
@@ -153,6 +153,11 @@ def _spread(names: Iterable[str], tokens: int, per_session: int) -> Iterator[tup
         tokens -= count
 
 
+def _empty(path: Path) -> PreTrainedModel:
+    """Return the model without weights; one that needs code of its own is refused without a question."""
+    return empty_model(AutoConfig.from_pretrained(path, trust_remote_code=False), path)
+
+
 def describe_served(vllm_config: Any) -> ModelInfo:
     """Return the identity of the model that a vLLM with this configuration serves."""
     config = vllm_config.model_config
@@ -161,7 +166,7 @@ def describe_served(vllm_config: Any) -> ModelInfo:
         path = _folder(found, config.revision)
         tokenizer = read_tokenizer(config.tokenizer)
         vocabulary = Vocabulary.of(tokenizer)
-        return _describe(path, empty_model(AutoConfig.from_pretrained(path), path), vllm_config, tokenizer, vocabulary)
+        return _describe(path, _empty(path), vllm_config, tokenizer, vocabulary)
 
 
 def _folder(found: Path | str, revision: str | None = None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import json
 import random
@@ -186,6 +187,17 @@ def test_models_that_cannot_be_split_are_named(tmp_path: Path) -> None:
         rank_group.check_model("plan", tmp_path / "plan")
     (tmp_path / "plan" / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": "x"}))
     rank_group.check_model("plan", tmp_path / "plan")  # loading it fails with the reason
+
+
+def test_code_in_a_models_folder_is_neither_run_nor_asked_about(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Transformers asks on standard input."""
+    monkeypatch.setattr(builtins, "input", lambda _: "y")
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}')
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    RankGroup(1, 2, torch.device("cpu"), "").check_model("own", tmp_path)  # loading it fails with the reason
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_step_is_not_late_by_a_pause_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
