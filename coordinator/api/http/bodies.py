@@ -33,8 +33,8 @@ _LABELS = {"client_metadata", "max_tool_calls", "prompt_cache_options", "prompt_
 _FALSE_HERE = ("include_stop_str_in_output", "use_beam_search", "early_stopping", "echo")
 _TRUE_HERE = ("skip_special_tokens", "spaces_between_special_tokens", "separate_reasoning", "include_reasoning")
 # Of vLLM and SGLang, with the values that hold for any answer here: some clients send all fields with their defaults.
-_HOLDS: dict[str, Any] = dict.fromkeys(_TRUE_HERE, "true") | dict.fromkeys(_FALSE_HERE, "false")
-_HOLDS |= {"return_tokens_as_token_ids": "false", "length_penalty": "1", "bad_words": "[]", "top_logprobs": "0"}
+_HOLDS: dict[str, Any] = dict.fromkeys(_TRUE_HERE, True) | dict.fromkeys(_FALSE_HERE, False)
+_HOLDS |= {"return_tokens_as_token_ids": False, "length_penalty": 1, "bad_words": [], "top_logprobs": 0}
 _PIECE = 1 << 16
 _MAX_TOKENS = 2**31 - 1
 
@@ -46,6 +46,11 @@ def _whole(value: Any) -> Any:
     if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
         return [_whole(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _may_be(expected: Any, value: Any) -> bool:
+    """Return whether a further field may have a value. True equals 1 in Python, and differs in JSON."""
+    return expected is ... or (_whole(value) == expected and isinstance(value, bool) == isinstance(expected, bool))
 
 
 def _few(value: Any) -> Any:
@@ -67,7 +72,7 @@ _TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     most_values: ClassVar[int] = 1 << 16
-    passes: ClassVar[dict[str, Any]] = {}  # further values, as JSON: 1 equals true here; the ellipsis: anything
+    passes: ClassVar[dict[str, Any]] = {}  # the only value of a further field; the ellipsis: any value
 
     @model_validator(mode="before")
     @classmethod
@@ -77,13 +82,13 @@ class Body(BaseModel):
             return data
         known = {field.alias or name: field for name, field in cls.model_fields.items()}
         # Null changes nothing: newer clients have more fields. Those of another type are named by that.
-        given = ((name, json.dumps(_whole(it))) for name, it in data.items() if it is not None and name not in known)
-        unknown = next((name for name, value in given if cls.passes.get(name) not in (..., value)), None)
+        given = (name for name, value in data.items() if value is not None and name not in known)
+        unknown = next((name for name in given if not _may_be(cls.passes.get(name), data[name])), None)
         kinds = get_args(known["type"].annotation) if "type" in known else ()
         if unknown is not None and (not kinds or data.get("type", kinds[0]) in kinds):
             fault = InitErrorDetails(type="extra_forbidden", loc=(unknown,), input=data[unknown])
             if unknown in cls.passes:
-                fault |= {"type": "literal_error", "ctx": {"expected": cls.passes[unknown]}}
+                fault |= {"type": "literal_error", "ctx": {"expected": json.dumps(cls.passes[unknown])}}
             raise ValidationError.from_exception_data(cls.__name__, [fault])
         return {name: _whole(value) for name, value in data.items() if name in known}
 
