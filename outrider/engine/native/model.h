@@ -82,8 +82,11 @@ typedef struct {
     int32_t sleeping[2]; /* of even and odd rounds: whether any thread has begun to sleep */
     int32_t late;        /* whether one had to be woken last */
     float patience;      /* seconds */
+    int32_t moves;       /* of threads to other cores */
+    int32_t cores[64];   /* of the first threads: the core, from 1, where each came to its last meeting */
 } Meeting;
 
+#define NOTED_THREADS 64
 #define PATIENCE 200e-6f
 #define NEW_MEETING (Meeting){.late = 1, .patience = PATIENCE} /* late: the threads of a new region were asleep */
 

@@ -54,7 +54,7 @@ void outrider_pace_record(Pace *pace, int threads, float seconds) {
     if (step < (clear ? CLEAREST : steps)) return;
     int halvings = pace->halvings, trial = -pace->trial, pause = 2 * pace->pause;
     int gained = pace->other < GAIN * pace->own;
-    if (gained) halvings += pace->trial, trial = pace->trial, pause = clear ? FIRST_PAUSE : pace->pause;
+    if (gained) halvings += pace->trial, trial = pace->trial, pause = FIRST_PAUSE;
     *pace = (Pace){.halvings = halvings,
                    .trial = possible(halvings + trial, threads) ? trial : -trial,
                    .pause = pause < LONGEST_PAUSE ? pause : LONGEST_PAUSE,

@@ -476,39 +476,6 @@ def test_threads_that_sleep_beside_others_miss_nothing() -> None:
         busy.wait()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads sleep by futex on Linux only")
-def test_who_sleeps_at_the_next_meeting_already_is_woken(tmp_path: Path) -> None:
-    """The last one at a meeting loses its core before it asks who sleeps. In a process: a step that hangs goes on."""
-    (tmp_path / "late.c").write_text(f"""
-#define LATE_WAKING
-#define meet late_meet
-#include "{build._FOLDER / "meeting.c"}"
-#undef meet
-long meetings;
-void meet(const Step *step) {{
-    if (!omp_get_thread_num()) meetings++;
-    late_meet(step);
-}}
-""")
-    late = tmp_path / "late.so"
-    subprocess.run(
-        ["cc", *build._FLAGS, "-march=native", "-shared", "late.c", "-o", str(late)], cwd=tmp_path, check=True
-    )
-    code = f"""
-import ctypes
-late = ctypes.CDLL({str(late)!r}, ctypes.RTLD_GLOBAL)  # before the kernels, which take its function for their own
-from outrider.engine import SessionTokens
-from tests.unit.outrider.engine.native.test_native import engine, llama
-engine = engine(llama(), threads=2)
-for token in range(1, 60):
-    engine.extend([SessionTokens("a", [token])])
-assert ctypes.c_long.in_dll(late, "meetings").value > 59
-print("ended")
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=90)
-    assert ran.stdout.split() == ["ended"], ran.stderr
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads by /proc")
 def test_threads_that_loaded_a_model_are_gone_before_another_runs_it(tmp_path: Path) -> None:
     """Were they counted still, OpenMP would put the others to sleep between any two parts of a step."""

@@ -54,6 +54,14 @@ def test_a_busy_process_is_noticed_at_once() -> None:
     assert found[2600:].count(2) < 60, "later trials end early"
 
 
+def test_a_choice_that_a_moment_has_made_is_looked_at_again_soon() -> None:
+    """Another process computed during one comparison, after a long pause: one thread was taken for a thousand steps."""
+    disturbed = range(2140, 2210)  # it begins at step 2,146
+    found = taken(2, lambda step, threads: 6.75 if step in disturbed and threads == 2 else 6.0 / threads + 0.4, 4000)
+    assert found[disturbed.stop] == 1
+    assert found[disturbed.stop :].count(1) < 100
+
+
 def test_a_step_that_other_load_delays_decides_nothing() -> None:
     """Two threads take 2.5 ms, or 15 now and then, which one thread does not; the sum is still less."""
     found = taken(
