@@ -8,7 +8,7 @@
 
 #include "rounding.h"
 
-#define AHEAD 2048 /* prefetch distance of weights, bytes */
+#define AHEAD 16384 /* prefetch distance of weights, bytes */
 
 #if defined(__AVX2__)
 

@@ -4,7 +4,7 @@
 
 #include "formats.h"
 
-#define AHEAD 2048 /* prefetch distance of weights, bytes; what comes next, the processor fetches itself */
+#define AHEAD 4096 /* prefetch distance of weights, bytes; what comes next, the processor fetches itself */
 
 /* The bits above four of the pairs of eight inputs, in place. Pair p of the block has bit p · more of either half. */
 INLINE ivec above_four(ivec high, int pair, const int more) {
