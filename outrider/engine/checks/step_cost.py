@@ -10,6 +10,8 @@ from outrider.engine.paged.block_manager import BLOCK_TOKENS, blocks_for
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 
 TOKENS = (1, 2, 4, 8, 12, 16, 24, 32)
+_FEWEST = 4  # of them, which tell whether a guess pays: a CPU measures short steps at many moments, as other processes
+_SHORT_MS = 8.0  # of the fleet start at the same time
 _MORE_TOKENS = (64, 128, 256, 512)  # the first ones may all take the time in which a device reads the weights
 _GPU_SESSION_TOKENS = 16
 _CONTEXT = 128
@@ -46,6 +48,11 @@ def measure_cost(engine: Engine) -> CostCurve:
             batch = [SessionTokens(session, [0] * share) for session, share in zip(sessions, shares, strict=False)]
             if _is_last(engine, batch, context, best, tokens):
                 del counts[index + 1 :]
+            if index < _FEWEST or on_gpu or best[1] > _SHORT_MS:
+                continue
+            for few_tokens in counts[:_FEWEST]:
+                again = [SessionTokens(sessions[0], [0] * few_tokens)]
+                best[few_tokens] = min(best[few_tokens], _step_ms(engine, again, context))
         if time.perf_counter() - started > _BUDGET_S[on_gpu] and round_ >= on_gpu:
             break
     for session in sessions:
