@@ -127,6 +127,11 @@ class Controller:
         return (self._gamma_max if self._fixed_plan is None else self._fixed_plan.gamma) > 0
 
     @property
+    def waits_ms(self) -> float:
+        """Return how long the next verdict's step may wait for guesses: its verifier may not know a new plan yet."""
+        return self.wait_timeout_ms if self._since_plan else 0.0
+
+    @property
     def resting(self) -> bool:
         """Return whether a drafter on the verifier's cores needs no hidden states: plain steps win for now."""
         settled = self._conditions is not None and self._conditions.shares_cores and self._since_plan >= RESTS_AFTER
@@ -148,8 +153,7 @@ class Controller:
 
     def observe(self, verdict: Verdict, drafter: BestDrafter | None) -> None:
         """Record a verdict under the present plan."""
-        wait_ms = self.wait_timeout_ms if self._since_plan else 0.0  # the verifier may not have known a new plan
-        self._choice_due |= self._estimator.observe(verdict, self.plan, wait_ms, drafter)
+        self._choice_due |= self._estimator.observe(verdict, self.plan, self.waits_ms, drafter)
         if self._probe_steps_left and verdict.accepted and self._since_plan < LONGEST_PROBE:
             self._probe_steps_left = max(self._probe_steps_left, PROBE_STEPS)
         steps, timings = verdict.steps, verdict.timings

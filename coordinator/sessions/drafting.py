@@ -123,7 +123,7 @@ class Drafting:
 
     def commit(self, verdict: Verdict) -> None:
         """Learn from a verdict, send its tokens to the drafters and choose the next plan."""
-        awaited = self.control.wait_timeout_ms > 0 and not verdict.proposed
+        awaited = self.control.waits_ms > 0 and not verdict.proposed and not self._record.finished
         tallies = {tally.source: tally for tally in verdict.sources}
         if self.control.plan.gamma or tallies:
             self._selection.observe(verdict.sources)
