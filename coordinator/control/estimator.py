@@ -279,10 +279,13 @@ class Estimator:
         self.shared = sessions > 0 and bool(published.rows)  # with other sessions, whose guesses it compares
         self._other_tokens_per_ms = DecayedMean(SMOOTHING, tokens_per_ms)
 
-    def attach_drafter(self, *, direct: bool, trust: bool) -> None:
-        """Start with a session's only drafter, whose network is another one than that of the drafter before."""
+    def attach_drafter(self, *, direct: bool, trust: bool, waits: DecayedMean | None = None) -> None:
+        """Start with a session's only drafter, whose network is another one than that of the drafter before.
+
+        `waits`: without a network, those of all its sessions beside its drafting.
+        """
         self.pair.link(direct=direct, trust=trust)
-        self._network_ms = DecayedMean(SMOOTHING)
+        self._network_ms = waits or DecayedMean(SMOOTHING)
 
     def observe(self, verdict: Verdict, plan: SpeculationPlan, timeout_ms: float, drafter: BestDrafter | None) -> bool:
         """Record a verdict under this plan; return whether its wait timed out without a guess."""

@@ -55,13 +55,19 @@ REFERENCE_EVERY = 48  # steps with guesses between two plain ones, which are mea
 
 
 def choose_plan(
-    conditions: Conditions, candidates: Iterable[SpeculationPlan], current: SpeculationPlan | None = None
+    conditions: Conditions,
+    candidates: Iterable[SpeculationPlan],
+    current: SpeculationPlan | None = None,
+    slack: float = 1.0,
 ) -> PlanChoice:
-    """Return the plan of the highest net throughput; the present one stays unless plain or one clearly better wins."""
+    """Return the plan of the highest net throughput; the present one stays unless plain or one clearly better wins.
+
+    `slack`: the factor by which plain decoding must be better, up to HYSTERESIS.
+    """
     net = {plan: net_throughput(conditions, plan) for plan in candidates}
     best = max(net, key=net.__getitem__)
     plain = net.get(PLAIN, 0.0)
-    if current is not None and net.get(current, -1.0) >= plain and net[best] < net[current] * HYSTERESIS:
+    if current is not None and net.get(current, -1.0) * slack >= plain and net[best] < net[current] * HYSTERESIS:
         best = current
     return PlanChoice(best, draft_wait_timeout_ms(conditions, best), throughput(conditions, best))
 
@@ -236,7 +242,9 @@ class Controller:
             self._suspended or not self._estimator.plain_known or self._since_reference >= REFERENCE_EVERY
         ):
             return PlanChoice(PLAIN, 0.0, self._expected_plain)
-        choice = choose_plan(conditions, self._candidates, self.plan if self.plan in self._candidates else PLAIN)
+        current = self.plan if self.plan in self._candidates else PLAIN
+        affords = conditions.shares_cores and self._estimator.pair.credit > self._estimator.pair.least_credit
+        choice = choose_plan(conditions, self._candidates, current, HYSTERESIS if affords else 1.0)
         self._idle = conditions.shares_cores and not choice.plan.gamma
         if choice.plan.gamma:
             self._plain_steps = self._probe_steps_left = 0

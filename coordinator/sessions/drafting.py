@@ -41,7 +41,7 @@ from outrider.v1 import common_pb2 as common
 
 # Of drafters without a network: a draft's start and a tree's level (until measured) in tokens of a chain; such a token
 # (until measured) in plain steps; a wait beside the draft's start, ms.
-DIRECT_START, DIRECT_LEVEL, DIRECT_TOKEN, DIRECT_WAIT_MS = 3, 5.0, 0.06, 1.0
+DIRECT_START, DIRECT_LEVEL, DIRECT_TOKEN, DIRECT_WAIT_MS = 1, 5.0, 0.06, 1.0
 
 log = structlog.get_logger(__name__)
 
@@ -213,7 +213,8 @@ class Drafting:
             linked.expect_direct(source)
         pair.link(direct=linked is not None, trust=self._text.cold)
         if self._context.drafters == 1:
-            self._estimator.attach_drafter(direct=linked is not None, trust=self._text.cold)
+            waits = connection.direct_waits if linked else None
+            self._estimator.attach_drafter(direct=linked is not None, trust=self._text.cold, waits=waits)
         span = self._stats.span.child("draft", connection.attributes)
         async with DrafterStream(
             connection, self._record, self._target, span, source, pair, self.control.plan, direct=linked is not None

@@ -12,10 +12,11 @@ from typing import Protocol
 import grpc
 import structlog
 
-from coordinator.control.estimator import WINDOW
+from coordinator.control.estimator import SMOOTHING, WINDOW
 from coordinator.placement.sent_prefixes import SentPrefixes
 from coordinator.workers.worker_channel import WorkerChannel
 from outrider.base.aio import cancel_all
+from outrider.base.decayed_mean import DecayedMean
 from outrider.base.rpc_status import error_from_rpc
 from outrider.multiplex.calls import SessionCall
 from outrider.multiplex.client import Metadata, WorkerCalls
@@ -63,6 +64,7 @@ class WorkerConnection:
         self.streams: set[Stream] = set()  # of this coordinator's sessions
         self.prefixes = SentPrefixes()  # of prompts, for verifiers
         self.plain_steps: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # of a verifier
+        self.direct_waits = DecayedMean(SMOOTHING)  # ms; of a drafter in its verifier's process
         self.silent_s = 0.0  # since the last message or answer to a probe, in ticks of `liveness`
         self.watched_s = 0.0  # in all, in the same ticks
         self.is_stuck = False  # a verdict is overdue and none has come since: waiting there leads nowhere
