@@ -41,7 +41,7 @@ from outrider.v1 import common_pb2 as common
 
 # Of drafters without a network: a draft's start and a tree's level (until measured) in tokens of a chain; such a token
 # (until measured) in plain steps; a wait beside the draft's start, ms.
-DIRECT_START, DIRECT_LEVEL, DIRECT_TOKEN, DIRECT_WAIT_MS = 1, 5.0, 0.06, 1.0
+DIRECT_START, DIRECT_LEVEL, DIRECT_TOKEN, DIRECT_WAIT_MS = 3, 5.0, 0.06, 1.0
 
 log = structlog.get_logger(__name__)
 
