@@ -12,6 +12,8 @@ from coordinator.control.estimator import (
     DIRECT_CREDIT,
     DIRECT_DEBT,
     KNOWN_STEPS,
+    MAX_CREDIT,
+    SMOOTHING,
     WINDOW,
     BestDrafter,
     Estimator,
@@ -19,7 +21,8 @@ from coordinator.control.estimator import (
     PairHistory,
 )
 from coordinator.control.gamma import DECIDE_EVERY_SETTLED, REFERENCE_EVERY, RESTS_AFTER, Controller
-from coordinator.control.throughput_model import PLAIN, SpeculationPlan, throughput
+from coordinator.control.throughput_model import PLAIN, Mode, SpeculationPlan, throughput
+from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import TokenKind, Verdict, VerifyTimings
 
@@ -146,6 +149,38 @@ def test_the_first_guesses_do_not_tell_what_later_ones_take() -> None:
     assert made.conditions(DIRECT).network_ms == pytest.approx(1.0), "1.6 ms, less two guesses"
     own.observe_draft(4, 400_000)
     assert own.draft_ms.value < 0.4, "other load has delayed this one"
+
+
+def test_waits_are_known_from_other_sessions_of_the_drafter() -> None:
+    """The first ones of each session are long. What came after them was learnt anew by each, from a single wait."""
+    known = DecayedMean(SMOOTHING)
+    for wait_ms in (1.6, 2.6):
+        made = linked(deque(maxlen=WINDOW))
+        made.attach_drafter(direct=True, trust=True, waits=known)
+        before = made.conditions(DIRECT).network_ms
+        for step in range(BEGINNING + 1):
+            made.observe(checked(wait_ms=wait_ms if step == BEGINNING else 9.0), SpeculationPlan(2), 20.0, DIRECT)
+        assert made.conditions(DIRECT).network_ms == known.value
+    assert before == pytest.approx(1.0), "1.6 ms, less two guesses"
+    assert known.value == pytest.approx(1.0 + SMOOTHING)
+
+
+def test_speculation_that_has_gained_stays_where_plain_decoding_is_hardly_faster() -> None:
+    """A few rejected guesses made it wait for sixteen plain steps, of a text that had gained as many."""
+    made = linked(deque([(4.0, 0.5)] * WINDOW, maxlen=WINDOW))
+    made.pair.start_from(PairHistory(acceptance=[0.5] * 8, draft_ms=0.3))
+    per_s = {each: throughput(made.conditions(DIRECT), each) for each in map(SpeculationPlan, range(9))}
+    plan = max(per_s, key=per_s.__getitem__)
+    ratio = 0.98 * per_s[PLAIN] / per_s[plan]
+    plans = []
+    for credit in (DIRECT_CREDIT - 0.1, MAX_CREDIT):  # with more than the first one, a probe would begin
+        made.pair.start_from(PairHistory(acceptance=[0.5] * 8, draft_ms=0.3, paces={Mode.TURNS.value: ratio}))
+        control = Controller(8, made, single=True)
+        control.plan, made.pair.credit = plan, credit
+        assert throughput(made.conditions(DIRECT), plan) == pytest.approx(0.98 * per_s[PLAIN])
+        control.decide(DIRECT)
+        plans.append(control.plan)
+    assert plans == [PLAIN, plan]
 
 
 @pytest.mark.parametrize("direct", [False, True])

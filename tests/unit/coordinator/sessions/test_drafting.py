@@ -42,7 +42,7 @@ from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import TokenKind, Verdict, VerifySteering, VerifyTimings
+from outrider.protocol.speculation import FinishReason, TokenKind, Verdict, VerifySteering, VerifyTimings
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.speculation.tree import GuessTree
 from outrider.v1 import common_pb2 as common
@@ -391,6 +391,25 @@ async def test_the_next_drafter_is_judged_by_its_own_network(monkeypatch: pytest
         assert estimator.pair.direct is beside
         assert estimator.pair.least_credit == (DIRECT_CREDIT if beside else CREDIT)
         assert not estimator._network_ms.known, "measured with another one"
+        assert (estimator._network_ms is session.connection.direct_waits) is beside
+    await session.connection.close()
+
+
+@pytest.mark.parametrize(("since_plan", "finished", "blamed"), [(1, False, True), (0, False, False), (1, True, False)])
+async def test_a_drafter_is_blamed_only_for_steps_that_could_wait(
+    monkeypatch: pytest.MonkeyPatch, since_plan: int, finished: bool, blamed: bool
+) -> None:
+    """Later sessions took a fifth of the guesses not to come, after answers whose first and last steps had none."""
+    session = Session([10])
+    session.drafter.joined, session.drafter.plan = True, SpeculationPlan(2)
+    session.drafting._attached[1] = session.drafter
+    for name in ("commit", "steer"):  # its stream is not open
+        monkeypatch.setattr(DrafterStream, name, lambda *_: 0)
+    control = session.drafting.control
+    control.plan, control.wait_timeout_ms, control._since_plan = SpeculationPlan(2), 5.0, since_plan
+    session.record.finish_reason = FinishReason.LENGTH if finished else FinishReason.NONE
+    session.drafting.commit(Verdict(3, (20,), 0, TokenKind.PLAIN))
+    assert (session.pair.proposal_rate.value < 1.0) is blamed
     await session.connection.close()
 
 

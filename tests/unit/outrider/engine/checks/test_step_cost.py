@@ -118,6 +118,17 @@ def test_rounds_end_once_they_have_taken_long(paced: Callable[..., Paced], pace:
     assert engine.steps.count(8) == rounds
 
 
+@pytest.mark.parametrize(("pace", "most", "least"), [("1:2,32:20", 99, 10), ("1:10,32:100", 2, 2)])
+def test_short_steps_are_measured_at_many_moments(
+    paced: Callable[..., Paced], pace: str, most: int, least: int
+) -> None:
+    """The coordinator starts at the same time: two guesses were taken to make a step half as long again."""
+    engine = paced(256, pace)
+    measure_cost(engine)
+    assert all(least <= engine.steps.count(tokens) <= most for tokens in (1, 2, 4, 8))
+    assert engine.steps.count(12) == 2
+
+
 def test_a_cpus_curve_has_the_logits_of_all_tokens(paced: Callable[..., Paced]) -> None:
     """Guesses need them. Prompts do not: what that saves, the times of their steps show."""
     curve = measure_cost(paced(512, FLAT_TO_64, logits_ms=0.2))
