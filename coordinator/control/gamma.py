@@ -243,8 +243,9 @@ class Controller:
         ):
             return PlanChoice(PLAIN, 0.0, self._expected_plain)
         current = self.plan if self.plan in self._candidates else PLAIN
-        affords = conditions.shares_cores and self._estimator.pair.credit > self._estimator.pair.least_credit
-        choice = choose_plan(conditions, self._candidates, current, HYSTERESIS if affords else 1.0)
+        alone, pair = conditions.shares_cores and not conditions.shared, self._estimator.pair
+        slack = HYSTERESIS if alone and pair.credit > pair.least_credit else 1.0  # others have no part in the credit
+        choice = choose_plan(conditions, self._candidates, current, slack)
         self._idle = conditions.shares_cores and not choice.plan.gamma
         if choice.plan.gamma:
             self._plain_steps = self._probe_steps_left = 0

@@ -21,6 +21,7 @@ from coordinator.control.estimator import (
     PairHistory,
 )
 from coordinator.control.gamma import DECIDE_EVERY_SETTLED, REFERENCE_EVERY, RESTS_AFTER, Controller
+from coordinator.control.goodput import net_throughput
 from coordinator.control.throughput_model import PLAIN, Mode, SpeculationPlan, throughput
 from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.cost_curve import CostCurve
@@ -181,6 +182,27 @@ def test_speculation_that_has_gained_stays_where_plain_decoding_is_hardly_faster
         control.decide(DIRECT)
         plans.append(control.plan)
     assert plans == [PLAIN, plan]
+
+
+def test_what_a_session_has_gained_pays_for_no_other() -> None:
+    """Its credit holds what it gains itself, also where the others lose more: such a plan stayed for good."""
+    made = linked(deque([(4.0, 0.5)] * WINDOW, maxlen=WINDOW))
+    plans = []
+    for others in (0, 2):
+        made.attach_verifier(COST, others, deque([(4.0, 0.5)] * WINDOW, maxlen=WINDOW))
+        made.pair.start_from(PairHistory(acceptance=[0.9] * 8, draft_ms=0.3))
+        conditions = made.conditions(DIRECT)
+        net = {each: net_throughput(conditions, each) for each in map(SpeculationPlan, range(1, 9))}
+        plan = max(net, key=net.__getitem__)
+        half = net_throughput(conditions._replace(throughput_ratios={Mode.TURNS: 0.5}), plan)
+        ratio = 1.0 - (net[plan] - 0.98 * throughput(conditions, PLAIN)) / (2 * (net[plan] - half))
+        made.pair.start_from(PairHistory(acceptance=[0.9] * 8, draft_ms=0.3, paces={Mode.TURNS.value: ratio}))
+        control = Controller(8, made, single=True)
+        control.plan, made.pair.credit = plan, MAX_CREDIT
+        assert net_throughput(made.conditions(DIRECT), plan) == pytest.approx(0.98 * throughput(conditions, PLAIN))
+        control.decide(DIRECT)
+        plans.append(control.plan.gamma > 0)
+    assert plans == [True, False]
 
 
 @pytest.mark.parametrize("direct", [False, True])
