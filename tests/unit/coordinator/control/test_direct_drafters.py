@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
@@ -25,7 +26,7 @@ from coordinator.control.goodput import net_throughput
 from coordinator.control.throughput_model import PLAIN, Mode, SpeculationPlan, throughput
 from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.cost_curve import CostCurve
-from outrider.protocol.speculation import TokenKind, Verdict, VerifyTimings
+from outrider.protocol.speculation import FinishReason, TokenKind, Verdict, VerifyTimings
 
 COST = CostCurve.line(4.0, 0.5)
 DIRECT = BestDrafter(0.0, 0.3, 2.0, shares_cores=True)
@@ -182,6 +183,21 @@ def test_speculation_that_has_gained_stays_where_plain_decoding_is_hardly_faster
         control.decide(DIRECT)
         plans.append(control.plan)
     assert plans == [PLAIN, plan]
+
+
+def test_the_last_token_of_an_answer_tells_nothing_of_waits() -> None:
+    """Its step waits for no guess. Half the waits of short answers were such ones."""
+    known = DecayedMean(SMOOTHING, 1.0)
+    made = linked(deque(maxlen=WINDOW))
+    made.attach_drafter(direct=True, trust=True, waits=known)
+    made.pair.checked = BEGINNING
+    last = replace(plain(wait_ms=0.1), finish_reason=FinishReason.LENGTH)
+    made.observe(last, SpeculationPlan(2), 20.0, DIRECT)
+    assert known.value == 1.0
+    assert made.pair.proposal_rate.value == 1.0, "nor of guesses"
+    made.observe(plain(wait_ms=0.1), SpeculationPlan(2), 20.0, DIRECT)
+    assert known.value < 1.0
+    assert made.pair.proposal_rate.value < 1.0
 
 
 def test_what_a_session_has_gained_pays_for_no_other() -> None:
