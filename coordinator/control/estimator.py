@@ -28,7 +28,7 @@ MAX_FITTED_TOKENS = 256  # larger steps contain prompts, whose cost follows anot
 PRIOR_TOKEN_SHARE = 0.04  # of a step's cost for each further token, until more is measured
 RATIO_SMOOTHING = 0.2  # at least; the first comparisons weigh more
 KNOWN_COMPARISONS = 3  # comparisons that a ratio of the pair history counts for
-RATIO_RECOVERY = 0.02  # per choice, for modes not in use
+RECOVERY = 0.02  # per choice, of what the present plan does not measure
 RATIO_BOUNDS = (0.3, 1.5)
 # The credit of speculation on shared cores, in plain steps:
 CREDIT = 0.6  # at the beginning, at most; with less, no probe begins, nor speculation that was suspended
@@ -97,7 +97,7 @@ class ThroughputRatios:
         """Move the modes that are not in use towards 1, so that they are tried again after a bad phase."""
         for mode, mean in self._means.items():
             if mode is not used:
-                mean.add(1.0, RATIO_RECOVERY)
+                mean.add(1.0, RECOVERY)
 
     def by_mode(self) -> dict[Mode, float]:
         return {mode: mean.value for mode, mean in self._means.items()}
@@ -311,6 +311,12 @@ class Estimator:
         if waited:  # a conforming drafter with fewer guesses reports that, which ends the wait before its timeout
             self.shortfall_rate.add(timed_out and verdict.proposed < plan.gamma)
         return in_vain
+
+    def recover(self, plan: SpeculationPlan, drafter: BestDrafter) -> None:
+        """Expect better of what this plan does not measure, so that it is tried again after a bad phase."""
+        self.pair.ratios.recover(plan.mode)
+        if self.pair.direct and not plan.gamma and self._network_ms.value > drafter.round_trips_ms:
+            self._network_ms.add(drafter.round_trips_ms, RECOVERY)  # later sessions would start from it too
 
     def on_shared_cores(self, drafter: BestDrafter | None) -> bool:
         """Return whether verifier and drafter share cores, and the cost of plain steps can be told from others."""

@@ -222,7 +222,7 @@ class Controller:
         # Drafting ahead on the verifier's own cores slows the verifier.
         ahead = not drafter.shares_cores or self._fixed.ahead
         self._candidates = [plan for plan in self._allowed if ahead or not plan.ahead]
-        pair.ratios.recover(self.plan.mode)
+        self._estimator.recover(self.plan, drafter)
         self._conditions = self._estimator.conditions(drafter)
         return self._choose_adaptive(self._conditions)
 

@@ -148,6 +148,7 @@ class WorkerConnection:
             self._idle_s = 0.0 if self.streams else self._idle_s + PROBE_S
             if self._idle_s > FORGETS_S:  # what slowed its steps may have ended
                 self.plain_steps.clear()
+                self.direct_waits = DecayedMean(SMOOTHING)
             await asyncio.sleep(PROBE_BUSY_S if self.streams else PROBE_S)
 
     def _handle_failed_probe(self, error: grpc.aio.AioRpcError) -> None:

@@ -200,6 +200,23 @@ def test_the_last_token_of_an_answer_tells_nothing_of_waits() -> None:
     assert made.pair.proposal_rate.value < 1.0
 
 
+def test_a_long_wait_of_an_earlier_session_is_forgotten_while_steps_are_plain() -> None:
+    """Where no guess could make up for it, nothing was measured, and no later session drafted."""
+    known = DecayedMean(SMOOTHING, 500.0)  # beside the prompt of another session, say
+    guessed = False
+    for _ in range(24):
+        made = linked(deque([(4.0, 0.5)] * WINDOW, maxlen=WINDOW))
+        made.attach_drafter(direct=True, trust=True, waits=known)
+        made.pair.start_from(PairHistory(acceptance=[0.9] * 8, draft_ms=0.3))
+        control = Controller(8, made)
+        for _ in range(128):
+            control.decide(replace(DIRECT, round_trips_ms=1.9))
+            guessed |= control.plan.gamma > 0
+            if not guessed:
+                control.observe(plain(), DIRECT)
+    assert guessed
+
+
 def test_what_a_session_has_gained_pays_for_no_other() -> None:
     """Its credit holds what it gains itself, also where the others lose more: such a plan stayed for good."""
     made = linked(deque([(4.0, 0.5)] * WINDOW, maxlen=WINDOW))

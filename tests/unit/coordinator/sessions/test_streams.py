@@ -93,7 +93,9 @@ async def test_a_worker_that_all_its_sessions_lose_at_once_has_failed_once(monke
     await connection.close()
 
 
-async def test_a_verifier_without_sessions_forgets_how_long_its_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_without_sessions_forgets_what_its_steps_and_guesses_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What made them slow may have ended: against such steps every loss of the next answer would be a gain."""
     monkeypatch.setattr(worker_connection, "PROBE_S", 0.02)
     monkeypatch.setattr(worker_connection, "PROBE_BUSY_S", 0.02)
@@ -103,12 +105,14 @@ async def test_a_verifier_without_sessions_forgets_how_long_its_steps_took(monke
         WorkerInfo("v", Role.VERIFIER, "127.0.0.1:1", ModelInfo("m", "f")), lambda: FleetKeys().access(Role.VERIFIER)
     )
     connection.plain_steps.append((4.0, 0.1))
+    connection.direct_waits.add(9.0)
     connection.streams.add(cast(Stream, object()))
     await asyncio.sleep(0.5)
     assert connection.plain_steps, "in use"
+    assert connection.direct_waits.known
     connection.streams.clear()
     async with asyncio.timeout(10):
-        while connection.plain_steps:
+        while connection.plain_steps or connection.direct_waits.known:
             await asyncio.sleep(0.01)
     await connection.close()
 
