@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from coordinator.control.throughput_model import Conditions, Mode, SpeculationPlan, expected_tokens
 from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
-from outrider.protocol.speculation import FinishReason, TokenKind, Verdict
+from outrider.protocol.speculation import TokenKind, Verdict
 
 PRIOR_ACCEPTANCE = 0.6
 PRIOR_TRIALS, DIRECT_TRIALS = 4.0, 24.0  # the latter for what was remembered, without a network
@@ -290,8 +290,7 @@ class Estimator:
     def observe(self, verdict: Verdict, plan: SpeculationPlan, timeout_ms: float, drafter: BestDrafter | None) -> bool:
         """Record a verdict under this plan; return whether its wait timed out without a guess."""
         self._observe_step(verdict, plan)
-        tree, asked, reads = plan.branches > 1, plan.gamma > 0, self.pair.reads
-        waited = timeout_ms > 0 and verdict.finish_reason is FinishReason.NONE  # the last token has nothing to wait for
+        tree, asked, waited, reads = plan.branches > 1, plan.gamma > 0, timeout_ms > 0, self.pair.reads
         due, beside = asked and (waited or verdict.proposed > 0), verdict.accepted_from_branch
         self.pair.observe_verdict(verdict.proposed, verdict.accepted, due=due, from_branches=beside)
         if tree:

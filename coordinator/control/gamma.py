@@ -132,10 +132,9 @@ class Controller:
     def wants_drafter(self) -> bool:
         return (self._gamma_max if self._fixed_plan is None else self._fixed_plan.gamma) > 0
 
-    @property
-    def waits_ms(self) -> float:
-        """Return how long the next verdict's step may wait for guesses: its verifier may not know a new plan yet."""
-        return self.wait_timeout_ms if self._since_plan else 0.0
+    def waits_ms(self, verdict: Verdict) -> float:
+        """Return how long its step may have waited for guesses: not the last one, nor the first of a new plan."""
+        return 0.0 if verdict.finish_reason or not self._since_plan else self.wait_timeout_ms
 
     @property
     def resting(self) -> bool:
@@ -159,7 +158,7 @@ class Controller:
 
     def observe(self, verdict: Verdict, drafter: BestDrafter | None) -> None:
         """Record a verdict under the present plan."""
-        self._choice_due |= self._estimator.observe(verdict, self.plan, self.waits_ms, drafter)
+        self._choice_due |= self._estimator.observe(verdict, self.plan, self.waits_ms(verdict), drafter)
         if self._probe_steps_left and verdict.accepted and self._since_plan < LONGEST_PROBE:
             self._probe_steps_left = max(self._probe_steps_left, PROBE_STEPS)
         steps, timings = verdict.steps, verdict.timings

@@ -123,7 +123,7 @@ class Drafting:
 
     def commit(self, verdict: Verdict) -> None:
         """Learn from a verdict, send its tokens to the drafters and choose the next plan."""
-        awaited = self.control.waits_ms > 0 and not verdict.proposed and not self._record.finished
+        awaited = self.control.waits_ms(verdict) > 0 and not verdict.proposed
         tallies = {tally.source: tally for tally in verdict.sources}
         if self.control.plan.gamma or tallies:
             self._selection.observe(verdict.sources)

@@ -191,11 +191,12 @@ def test_the_last_token_of_an_answer_tells_nothing_of_waits() -> None:
     made = linked(deque(maxlen=WINDOW))
     made.attach_drafter(direct=True, trust=True, waits=known)
     made.pair.checked = BEGINNING
-    last = replace(plain(wait_ms=0.1), finish_reason=FinishReason.LENGTH)
-    made.observe(last, SpeculationPlan(2), 20.0, DIRECT)
+    control = Controller(8, made)
+    control.plan, control.wait_timeout_ms, control._since_plan = SpeculationPlan(2), 20.0, 1
+    control.observe(replace(plain(wait_ms=0.1), finish_reason=FinishReason.LENGTH), DIRECT)
     assert known.value == 1.0
     assert made.pair.proposal_rate.value == 1.0, "nor of guesses"
-    made.observe(plain(wait_ms=0.1), SpeculationPlan(2), 20.0, DIRECT)
+    control.observe(plain(wait_ms=0.1), DIRECT)
     assert known.value < 1.0
     assert made.pair.proposal_rate.value < 1.0
 

@@ -408,7 +408,7 @@ async def test_a_drafter_is_blamed_only_for_steps_that_could_wait(
     control = session.drafting.control
     control.plan, control.wait_timeout_ms, control._since_plan = SpeculationPlan(2), 5.0, since_plan
     session.record.finish_reason = FinishReason.LENGTH if finished else FinishReason.NONE
-    session.drafting.commit(Verdict(3, (20,), 0, TokenKind.PLAIN))
+    session.drafting.commit(Verdict(3, (20,), 0, TokenKind.PLAIN, finish_reason=session.record.finish_reason))
     assert (session.pair.proposal_rate.value < 1.0) is blamed
     await session.connection.close()
 
