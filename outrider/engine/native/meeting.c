@@ -45,6 +45,7 @@ static void note_core(Meeting *meeting, int asleep) {
 /* Returns the first thread that was on this core when it came to a meeting last, and is not asleep; −1: none. */
 static int thread_here(const Meeting *meeting) {
     const int core = sched_getcpu() + 1, threads = omp_get_num_threads();
+    if (core == NO_CORE) return -1; /* the system does not tell */
     for (int other = 0; other < threads && other < NOTED_THREADS; other++)
         if (other != omp_get_thread_num() && __atomic_load_n(&meeting->cores[other], __ATOMIC_RELAXED) == core) return other;
     return -1;
