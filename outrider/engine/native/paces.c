@@ -14,7 +14,7 @@
 #define CLEAREST 8     /* steps of a comparison that is clear, at least */
 #define CLEAR 2.0f     /* times as slow */
 #define LONGEST 4.0f   /* times as long as usual that a step counts at most */
-#define FIRST_PAUSE 16 /* steps, also after a clear comparison; doubled each time nothing was gained */
+#define FIRST_PAUSE 16 /* steps, also after a gain; doubled each time nothing was gained */
 #define LONGEST_PAUSE 1024
 #define SLOW 4         /* steps in a row that end a pause */
 #define GAIN 0.97f     /* less is noise */
