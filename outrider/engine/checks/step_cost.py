@@ -48,9 +48,8 @@ def measure_cost(engine: Engine) -> CostCurve:
             batch = [SessionTokens(session, [0] * share) for session, share in zip(sessions, shares, strict=False)]
             if _is_last(engine, batch, context, best, tokens):
                 del counts[index + 1 :]
-            if index < _FEWEST or on_gpu or best[1] > _SHORT_MS:
-                continue
-            for few_tokens in counts[:_FEWEST]:
+            are_short = index >= _FEWEST and not on_gpu and best[1] <= _SHORT_MS
+            for few_tokens in counts[:_FEWEST] if are_short else ():
                 again = [SessionTokens(sessions[0], [0] * few_tokens)]
                 best[few_tokens] = min(best[few_tokens], _step_ms(engine, again, context))
         if time.perf_counter() - started > _BUDGET_S[on_gpu] and round_ >= on_gpu:
