@@ -7,7 +7,8 @@ engine that differs is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,22 +56,10 @@ class ReferenceText:
     logits: torch.Tensor  # [tokens, vocab]
 
 
-@dataclass(frozen=True, slots=True)
-class ReferenceLogits:
-    """The model's own logits for a text and for a shorter one."""
-
-    long: ReferenceText
-    short: ReferenceText
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, length: int) -> ReferenceLogits:
-        """Compute them for texts of random tokens."""
-        ids = _random_ids(model, length + _SHORT_TOKENS)
-        return cls(*(ReferenceText(part, reference_logits(model, part)) for part in (ids[:length], ids[length:])))
-
-    def distance(self, other: ReferenceLogits) -> float:
-        """Return the larger distance of the two texts."""
-        return max(_distance(self.long.logits, other.long.logits), _distance(self.short.logits, other.short.logits))
+def reference_texts(model: PreTrainedModel, length: int) -> list[ReferenceText]:
+    """Return a text of this length and a shorter one, of random tokens."""
+    ids = _random_ids(model, length + _SHORT_TOKENS)
+    return [ReferenceText(part, reference_logits(model, part)) for part in (ids[:length], ids[length:])]
 
 
 def check_supported(model: PreTrainedModel, context: int) -> None:
@@ -93,13 +82,10 @@ def check_logits(model: PreTrainedModel, engine: PagedEngine, weights: str | Non
     `weights` is the format in which the engine reads them, with float32 arithmetic; None: as the model itself.
     """
     length = _affordable_length(model, engine)
-    if weights is not None:
-        with weights_in_format(model, weights):
-            reference = ReferenceLogits.of(model, length)
-        tolerance = _tolerance(model, torch.float32)
-    else:
-        reference = ReferenceLogits.of(model, length)
-        tolerance = _tolerance(model) if model.dtype == torch.float32 else _rounding_tolerance(model, reference)
+    with contextlib.nullcontext() if weights is None else weights_in_format(model, weights):
+        reference = reference_texts(model, length)
+    in_float32 = weights is not None or model.dtype == torch.float32
+    tolerance = _tolerance(model, torch.float32) if in_float32 else _rounding_tolerance(model, reference)
     if engine.in_integers:
         engine.exact = True
         _compare_steps(engine, reference, tolerance)
@@ -123,15 +109,16 @@ def check_windows(spec: ModelSpec, rules: Mapping[int, Rule], context: int) -> N
             raise Differs(f"layer {index} sees other positions than in the model")
 
 
-def _rounding_tolerance(model: PreTrainedModel, reference: ReferenceLogits) -> float:
+def _rounding_tolerance(model: PreTrainedModel, reference: Sequence[ReferenceText]) -> float:
     """Return the tolerance for 16-bit arithmetic: a multiple of the model's own distance from float32."""
     try:
         with weights_in_format(model, "float32"):
-            exact = ReferenceLogits.of(model, len(reference.long.tokens))
+            exact = reference_texts(model, len(reference[0].tokens))
     except (RuntimeError, TypeError) as error:  # a module does not take float32, or memory does not suffice
         log.warning("start-up check only coarse: no float32 reference", tolerance=_UNKNOWN_ROUNDING, error=str(error))
         return _UNKNOWN_ROUNDING
-    return max(_tolerance(model), _TIMES_ROUNDING * reference.distance(exact))
+    distances = (_distance(own.logits, other.logits) for own, other in zip(reference, exact, strict=True))
+    return max(_tolerance(model), _TIMES_ROUNDING * max(distances))
 
 
 def _tolerance(model: PreTrainedModel, dtype: torch.dtype | None = None) -> float:
@@ -159,7 +146,7 @@ def _boundaries(config: Mapping[str, Any]) -> Iterator[int]:
             yield value
 
 
-def _compare_steps(engine: PagedEngine, reference: ReferenceLogits, tolerance: float) -> None:
+def _compare_steps(engine: PagedEngine, reference: Sequence[ReferenceText], tolerance: float) -> None:
     try:
         for kind, batch, expected in _steps(reference):
             for found, (indices, logits) in zip(engine.extend(batch).logits, expected, strict=True):
@@ -175,9 +162,9 @@ def _compare_steps(engine: PagedEngine, reference: ReferenceLogits, tolerance: f
 Expected = tuple[list[int] | None, torch.Tensor]  # indices of the compared tokens, None: all; their reference logits
 
 
-def _steps(reference: ReferenceLogits) -> Iterator[tuple[str, list[SessionTokens], list[Expected]]]:
+def _steps(reference: Sequence[ReferenceText]) -> Iterator[tuple[str, list[SessionTokens], list[Expected]]]:
     """Yield steps of every kind that an engine runs, with the expected logits."""
-    long, short = reference.long, reference.short
+    long, short = reference
 
     def piece(session: str, text: ReferenceText, start: int, end: int) -> tuple[SessionTokens, Expected]:
         return SessionTokens(session, text.tokens[start:end]), (None, text.logits[start:end])

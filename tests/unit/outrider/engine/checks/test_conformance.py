@@ -19,7 +19,7 @@ from transformers.masking_utils import blockwise_overlay, causal_mask_function
 
 from outrider.engine import SessionTokens
 from outrider.engine.checks import conformance
-from outrider.engine.checks.conformance import ReferenceLogits
+from outrider.engine.checks.conformance import reference_texts
 from outrider.engine.checks.reference import reference_logits, weights_in_format
 from outrider.engine.loading import selection
 from outrider.engine.loading.loader import load_model
@@ -210,7 +210,7 @@ def share_tolerance(meeting: str) -> float:
             module.weight = torch.nn.Parameter(share, requires_grad=False)
             module.register_forward_pre_hook(lambda _, x: (DTensor.from_local(x[0], mesh, [Replicate()]),))
             module.register_forward_hook(lambda _, __, out: out.to_local())
-        return conformance._rounding_tolerance(model, ReferenceLogits.of(model, 8))
+        return conformance._rounding_tolerance(model, reference_texts(model, 8))
     finally:
         dist.destroy_process_group()
 
