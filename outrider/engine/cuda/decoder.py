@@ -115,7 +115,7 @@ class _TorchNorm:
     """A norm with statistics in float32. It runs in the model's format if its weight fits: one kernel, not three."""
 
     def __init__(self, norm: Norm | None, dtype: torch.dtype) -> None:
-        self._norm = norm
+        self.spec = norm
         if norm is None:
             return
         parts = [part for part in (norm.weight, norm.bias) if part is not None]
@@ -125,7 +125,7 @@ class _TorchNorm:
         self._bias = None if norm.bias is None else norm.bias.to(self._dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        norm = self._norm
+        norm = self.spec
         if norm is None:
             return x
         read, width = x.to(self._dtype), self._weight.shape
@@ -141,8 +141,8 @@ class _TorchLayer:
         self.spec = layer
         self.attention_in = _TorchNorm(layer.attention_in, dtype)
         self.mlp_in = _TorchNorm(layer.mlp_in, dtype)
-        self.attention_out = _TorchNorm(layer.attention_out, dtype) if layer.attention_out else None
-        self.mlp_out = _TorchNorm(layer.mlp_out, dtype) if layer.mlp_out else None
+        self.attention_out = _TorchNorm(layer.attention_out, dtype)
+        self.mlp_out = _TorchNorm(layer.mlp_out, dtype)
         self.query = _TorchNorm(layer.query, dtype)
         self.key = _TorchNorm(layer.key, dtype)
 
@@ -151,14 +151,12 @@ def _product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(x, linear.weight, linear.bias)
 
 
-def _add(x: torch.Tensor, linear: Linear, read: torch.Tensor, norm: _TorchNorm | None) -> None:
+def _add(x: torch.Tensor, linear: Linear, read: torch.Tensor, norm: _TorchNorm) -> None:
     """Add a product to x, after the output norm if there is one."""
-    if norm is not None:
-        x.add_(norm(_product(linear, read)))
-    elif linear.bias is not None:
-        x.add_(_product(linear, read))
-    else:
+    if norm.spec is None and linear.bias is None:
         x.addmm_(read, linear.weight.T)
+    else:
+        x.add_(norm(_product(linear, read)))
 
 
 def _activated(x: torch.Tensor, kind: str) -> torch.Tensor:
