@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from outrider.engine.loading.options import EngineOptions
+from outrider.engine.loading.options import pick_device
 from outrider.protocol.fleet import ModelInfo
 from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts import card as cards
@@ -25,7 +25,7 @@ def read_trained(
     card, weights = cards.load(folder, method)
     matrices = read_embeddings_and_head(settings.target, progress)
     card.check_target(folder, settings.target, matrices.digest)
-    matrices = matrices.on(EngineOptions.of(settings).selected_device)
+    matrices = matrices.on(pick_device(settings.device, settings.engine))
     with cards.reading(folder):
         module = from_weights(card.shape, weights, matrices)
     return module.eval().to(matrices.head.device), card.info(folder, weights)

@@ -23,7 +23,7 @@ from drafter.published.row_engine import RowEngine
 from drafter.tree_builder import TreeBuilder
 from outrider.engine import Engine, SessionTokens
 from outrider.engine.loading.loader import warm_up
-from outrider.engine.loading.options import EngineOptions, pick_dtype
+from outrider.engine.loading.options import EngineOptions, pick_device, pick_dtype
 from outrider.engine.loading.selection import make_engine
 from outrider.engine.native import NativeEngine
 from outrider.engine.native.build import find_library
@@ -251,7 +251,7 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> EagleDra
 def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str], None]) -> Engine:
     """Return a warmed-up engine for the layer alone; its weights are in bfloat16, on a CPU in four bits."""
     options = replace(EngineOptions.of(settings), prefix_tokens=0)  # its cache depends on states as well as tokens
-    device = options.selected_device
+    device = pick_device(options.device, options.engine)
     unset = (settings.dtype, settings.quantization) == ("auto", "none")
     on_cpu = unset and device.type == "cpu" and options.engine != "transformers"
     if on_cpu and not isinstance(find_library(), str):

@@ -17,7 +17,7 @@ from drafter.published.eagle3 import PublishedPeagle
 from drafter.published.loading import PublishedCheckpoint, TargetSize
 from drafter.published.module import PublishedModule
 from drafter.published.row_engine import RowEngine
-from outrider.engine.loading.options import EngineOptions, pick_dtype
+from outrider.engine.loading.options import pick_device, pick_dtype
 from outrider.hidden_states.projection import PackedProjection
 from outrider.models.published_drafters import PUBLISHED, drafter_folder
 from outrider.protocol.errors import StartupError
@@ -70,7 +70,7 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Publishe
     checkpoint = _open(settings.model)
     target = TargetSize.read(settings.target, progress)
     checkpoint.check_target(target)
-    device = EngineOptions.of(settings).selected_device
+    device = pick_device(settings.device, settings.engine)
     matrices = read_embeddings_and_head(settings.target, progress) if checkpoint.lacks else None
     progress(f"reading the {checkpoint.format.title}")
     module = checkpoint.load(matrices, pick_dtype(settings.dtype, device)).to(device)

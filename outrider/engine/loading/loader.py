@@ -21,7 +21,7 @@ from outrider.base.openmp import release_threads
 from outrider.engine.checks.step_cost import measure_cost
 from outrider.engine.interface import Engine, SessionTokens
 from outrider.engine.loading.identity import describe
-from outrider.engine.loading.options import EngineOptions, pick_dtype
+from outrider.engine.loading.options import EngineOptions, pick_device, pick_dtype
 from outrider.engine.loading.selection import make_engine, startup_errors
 from outrider.engine.model_spec import UnsupportedModel
 from outrider.engine.native import NoCompiler, dequantize
@@ -57,7 +57,7 @@ def load_model(
     options = options or EngineOptions()
     if options.blur and not options.pace:
         raise StartupError("blur needs a pace", field="blur", value=options.blur, limit="needs pace")
-    device = options.selected_device if rank_group is None else rank_group.device
+    device = pick_device(options.device, options.engine) if rank_group is None else rank_group.device
     dtype = pick_dtype(options.dtype, device)
     with contextlib.nullcontext() if rank_group is None else rank_group.rank_0_first():
         path = (locate if rank_group is None else locate_safetensors)(name, progress)

@@ -37,11 +37,6 @@ class EngineOptions:
         by_device = {"prefix_tokens": None} if settings.prefix_tokens < 0 else {}
         return cls(**shared | {"kv_tokens": settings.kv_tokens or None} | by_device)
 
-    @property
-    def selected_device(self) -> torch.device:
-        """Return the device to run on."""
-        return pick_device(self.device, self.engine)
-
 
 def pick_device(device: str, engine: str = "auto") -> torch.device:
     """Return the device to run on; `engine` decides where `device` is auto. Raises StartupError if it is missing."""

@@ -16,7 +16,7 @@ from outrider.engine.cuda.engine import CudaGraphEngine
 from outrider.engine.cuda.step_inputs import StepInputs
 from outrider.engine.loading import selection
 from outrider.engine.loading.loader import load_model
-from outrider.engine.loading.options import EngineOptions
+from outrider.engine.loading.options import EngineOptions, pick_device
 from outrider.engine.loading.selection import startup_errors
 from outrider.engine.model_spec import UnsupportedModel
 from outrider.engine.native import NativeEngine
@@ -132,14 +132,14 @@ def test_the_engine_decides_the_device_where_that_is_auto(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * available)
-    assert options(engine=engine, device=device).selected_device == torch.device(chosen)
+    assert pick_device(device, engine) == torch.device(chosen)
 
 
 def test_a_gpu_that_is_not_there_is_told_before_torch_fails_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(StartupError, match="device is cuda:2, must be one of the 2 here, cuda:0 to cuda:1"):
-        options(device="cuda:2").selected_device  # noqa: B018
+        pick_device("cuda:2")
 
 
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver.\nMore."
@@ -169,13 +169,13 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(
     monkeypatch.setattr(torch.cuda, "init", init)
     for device in ("cpu", "auto"):
         if device == "cpu" or chosen == "cpu":
-            assert options(device=device).selected_device == torch.device("cpu")
+            assert pick_device(device) == torch.device("cpu")
             continue
         with pytest.raises(StartupError, match=re.escape(f"torch cannot use the GPU: {chosen}")) as caught:
-            options(device=device).selected_device  # noqa: B018
+            pick_device(device)
         assert (caught.value.field, caught.value.limit) == ("device", "cpu")
         assert "More" not in str(caught.value)
-    assert options(engine="native").selected_device == torch.device("cpu")
+    assert pick_device("auto", "native") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("engine", "kind"), [("auto", CudaGraphEngine), ("transformers", TransformersEngine)])
