@@ -279,12 +279,9 @@ class Estimator:
         self.shared = sessions > 0 and bool(published.rows)  # with other sessions, whose guesses it compares
         self._other_tokens_per_ms = DecayedMean(SMOOTHING, tokens_per_ms)
 
-    def attach_drafter(self, *, direct: bool, trust: bool, waits: DecayedMean | None = None) -> None:
-        """Start with a session's only drafter, whose network is another one than that of the drafter before.
-
-        `waits`: without a network, those of all its sessions beside its drafting.
-        """
-        self.pair.link(direct=direct, trust=trust)
+    def attach_drafter(self, waits: DecayedMean | None, *, trust: bool) -> None:
+        """Start with a session's only drafter; `waits`: of all its sessions, without a network; None: it has one."""
+        self.pair.link(direct=waits is not None, trust=trust)
         self._network_ms = waits or DecayedMean(SMOOTHING)
 
     def observe(self, verdict: Verdict, plan: SpeculationPlan, timeout_ms: float, drafter: BestDrafter | None) -> bool:

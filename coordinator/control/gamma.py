@@ -55,16 +55,10 @@ REFERENCE_EVERY = 48  # steps with guesses between two plain ones, which are mea
 
 
 def choose_plan(
-    conditions: Conditions,
-    candidates: Iterable[SpeculationPlan],
-    current: SpeculationPlan | None = None,
-    slack: float = 1.0,
+    conditions: Conditions, plans: Iterable[SpeculationPlan], current: SpeculationPlan | None = None, slack: float = 1
 ) -> PlanChoice:
-    """Return the plan of the highest net throughput; the present one stays unless plain or one clearly better wins.
-
-    `slack`: the factor by which plain decoding must be better, up to HYSTERESIS.
-    """
-    net = {plan: net_throughput(conditions, plan) for plan in candidates}
+    """Return the best plan by net throughput. The present one stays unless one is clearly better, plain by `slack`."""
+    net = {plan: net_throughput(conditions, plan) for plan in plans}
     best = max(net, key=net.__getitem__)
     plain = net.get(PLAIN, 0.0)
     if current is not None and net.get(current, -1.0) * slack >= plain and net[best] < net[current] * HYSTERESIS:

@@ -213,8 +213,7 @@ class Drafting:
             linked.expect_direct(source)
         pair.link(direct=linked is not None, trust=self._text.cold)
         if self._context.drafters == 1:
-            waits = connection.direct_waits if linked else None
-            self._estimator.attach_drafter(direct=linked is not None, trust=self._text.cold, waits=waits)
+            self._estimator.attach_drafter(connection.direct_waits if linked else None, trust=self._text.cold)
         span = self._stats.span.child("draft", connection.attributes)
         async with DrafterStream(
             connection, self._record, self._target, span, source, pair, self.control.plan, direct=linked is not None

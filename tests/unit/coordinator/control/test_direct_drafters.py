@@ -158,7 +158,7 @@ def test_waits_are_known_from_other_sessions_of_the_drafter() -> None:
     known = DecayedMean(SMOOTHING)
     for wait_ms in (1.6, 2.6):
         made = linked(deque(maxlen=WINDOW))
-        made.attach_drafter(direct=True, trust=True, waits=known)
+        made.attach_drafter(known, trust=True)
         before = made.conditions(DIRECT).network_ms
         for step in range(BEGINNING + 1):
             made.observe(checked(wait_ms=wait_ms if step == BEGINNING else 9.0), SpeculationPlan(2), 20.0, DIRECT)
@@ -189,7 +189,7 @@ def test_the_last_token_of_an_answer_tells_nothing_of_waits() -> None:
     """Its step waits for no guess. Half the waits of short answers were such ones."""
     known = DecayedMean(SMOOTHING, 1.0)
     made = linked(deque(maxlen=WINDOW))
-    made.attach_drafter(direct=True, trust=True, waits=known)
+    made.attach_drafter(known, trust=True)
     made.pair.checked = BEGINNING
     control = Controller(8, made)
     control.plan, control.wait_timeout_ms, control._since_plan = SpeculationPlan(2), 20.0, 1
@@ -207,7 +207,7 @@ def test_a_long_wait_of_an_earlier_session_is_forgotten_while_steps_are_plain() 
     guessed = False
     for _ in range(24):
         made = linked(deque([(4.0, 0.5)] * WINDOW, maxlen=WINDOW))
-        made.attach_drafter(direct=True, trust=True, waits=known)
+        made.attach_drafter(known, trust=True)
         made.pair.start_from(PairHistory(acceptance=[0.9] * 8, draft_ms=0.3))
         control = Controller(8, made)
         for _ in range(128):
