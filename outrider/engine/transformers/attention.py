@@ -89,13 +89,7 @@ class RaggedStep:
         self.parts = [AttentionSegment(segment, device) for segment in step.segments]
         self.slots = torch.cat([part.new_slots() for part in self.parts])
         self.rules: dict[int, Rule] = {}  # by layer, of those that have run
-        self._masks: dict[int, tuple[torch.Tensor, Rule]] = {}  # by address, which is fixed while the tensor is stored
-
-    def placeholder(self, rule: Rule, queries: int, keys: int, like: dict[str, Any]) -> torch.Tensor:
-        """Return a tensor that the model passes around in place of a mask."""
-        mask = torch.zeros(1, **like)
-        self._masks[mask.untyped_storage().data_ptr()] = mask, rule
-        return mask.expand(1, 1, queries, keys)
+        self.masks: dict[int, tuple[torch.Tensor, Rule]] = {}  # by address, which is fixed while the tensor is stored
 
     def enter(self, layer: int, keys: int, mask: torch.Tensor | None, window: int | None) -> Rule:
         """Return the mask rule of a layer. Raises ModelMismatch for a layer that cannot run here."""
@@ -110,7 +104,7 @@ class RaggedStep:
     def _rule(self, layer: int, mask: torch.Tensor | None, window: int | None) -> Rule:
         if mask is None:
             return causal_mask_function if window is None else _sliding(window)
-        known = self._masks.get(mask.untyped_storage().data_ptr())
+        known = self.masks.get(mask.untyped_storage().data_ptr())
         if known is None:
             raise ModelMismatch(
                 f"layer {layer} makes an attention mask of its own, which may depend on the text: only masks that "
@@ -131,8 +125,10 @@ def allowed(rule: Rule, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tens
 def ragged_mask(
     *, q_length: int, kv_length: int, mask_function: Rule, dtype: torch.dtype, device: torch.device, **_: Any
 ) -> torch.Tensor:
-    """Return a placeholder where transformers makes a mask."""
-    return current_step.get().placeholder(mask_function, q_length, kv_length, {"dtype": dtype, "device": device})
+    """Return a placeholder where transformers makes a mask, which the model passes around in its place."""
+    mask = torch.zeros(1, dtype=dtype, device=device)
+    current_step.get().masks[mask.untyped_storage().data_ptr()] = mask, mask_function
+    return mask.expand(1, 1, q_length, kv_length)
 
 
 def ragged_attention(

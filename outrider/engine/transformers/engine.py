@@ -39,7 +39,7 @@ class TransformersEngine(PagedEngine):
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         ragged = RaggedStep(step, self.store, self.device)
         outputs = torch.tensor(step.outputs, dtype=torch.int64, device=self.device)
-        self._hooks.begin(step.layers, step.num_logits if self._selects_logits else None)
+        self._hooks.catch(step.layers, step.num_logits if self._selects_logits else None)
         token = current_step.set(ragged)
         try:
             logits = self._model(
@@ -52,7 +52,7 @@ class TransformersEngine(PagedEngine):
             ).logits[0]
         finally:
             current_step.reset(token)
-            self._hooks.end()
+            self._hooks.catch((), None)  # the model is also called without the engine
         self.rules = ragged.rules
         if len(ragged.rules) != self._layers:
             ran = f"{self.info.architecture} ran {len(ragged.rules)} of {self._layers} layers"

@@ -28,13 +28,9 @@ class StateHooks:
         for number, layer in enumerate(layers if found else (), 1):
             layer.register_forward_hook(partial(self._catch, number))
 
-    def begin(self, layers: Sequence[int], num_logits: int | None) -> None:
+    def catch(self, layers: Sequence[int], num_logits: int | None) -> None:
         """Catch the states after these layers. The head gets its first `num_logits` rows only; None: all."""
         self._layers, self._num_logits = layers, num_logits
-
-    def end(self) -> None:
-        """Leave the model as it is: it is also called without the engine."""
-        self._layers, self._num_logits = (), None
 
     def take(self, layers: Sequence[int], outputs: torch.Tensor, *, selected: bool) -> torch.Tensor:
         """Return the states of these tokens, which are `selected` already where the head reads no others."""
