@@ -16,8 +16,7 @@ class StateHooks:
     def __init__(self, model: PreTrainedModel) -> None:
         self._final = torch.empty(0)
         self._states: dict[int, torch.Tensor] = {}  # by number of layers, of all tokens of a step
-        self._layers: Sequence[int] = ()
-        self._num_logits: int | None = None
+        self.catch((), None)
         model.get_output_embeddings().register_forward_pre_hook(self._catch_final)
         decoder: Any = model.get_decoder()
         layers: Any = getattr(decoder, "layers", None) or getattr(decoder, "h", ())
