@@ -45,7 +45,8 @@ class PublishedEagle3(PublishedModule):
         eagle = config.section("eagle_config")
         layers = config.integer("num_hidden_layers", 1, at_most=MAX_LAYERS)
         target_hidden = config.integer("target_hidden_size", shape.hidden)
-        states = _layer_ids(config, eagle)
+        listed = "eagle_aux_hidden_state_layer_ids"  # read as vLLM does; SGLang adds 1 to those within `eagle_config`
+        states = eagle.layer_ids(listed) or config.layer_ids(listed)
         uses_states = eagle.flag("use_aux_hidden_state", True)
         usual = len(states) or _USUAL_STATES
         count = config.integer("num_aux_hidden_states", usual, at_most=MAX_LAYERS) if uses_states else 1
@@ -119,9 +120,3 @@ class PublishedPeagle(PublishedEagle3):
         for each in batch:
             each.cache.truncate(each.cache.length - len(mask_tokens))
         return torch.stack([part[-self.places :] for part in torch.split(outputs, [row.count for row in rows])])
-
-
-def _layer_ids(config: CheckpointConfig, eagle: CheckpointConfig) -> tuple[int, ...]:
-    """Return the listed states as vLLM reads them; SGLang adds 1 to those within `eagle_config`."""
-    name = "eagle_aux_hidden_state_layer_ids"
-    return eagle.layer_ids(name) or config.layer_ids(name)

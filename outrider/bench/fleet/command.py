@@ -83,7 +83,7 @@ def _plan(
         about = f"toy models, throttled engines: verify {pace} (tokens:ms)"
     launch = fleets.with_room(launch, extent, given, toys=not target)
     fleets.check_settings(launch, extent)
-    starts = [(str(n), partial(fleets.started_fleet, launch, n, _show_start(turns, n))) for n in extent.sizes]
+    starts = [(str(n), partial(fleets.started_fleet, launch, n, partial(_show_start, turns, n))) for n in extent.sizes]
     return FleetPlan(starts, mix, about, {"target": target or "toy", "verify_pace": pace})
 
 
@@ -102,12 +102,9 @@ def _measure(plan: FleetPlan, extent: FleetExtent, total: int, turns: TurnProgre
                 yield load_row(fleet.size, record)
 
 
-def _show_start(turns: TurnProgress, size: FleetSize) -> Callable[[Stack], None]:
-    def tick(running: Stack) -> None:
-        waiting = [child.name for child in running.children if not child.ready.is_set()]
-        turns.set_text(f"{size}: " + (f"starting {waiting[0]}" if waiting else "registering workers"))
-
-    return tick
+def _show_start(turns: TurnProgress, size: FleetSize, running: Stack) -> None:
+    waiting = [child.name for child in running.children if not child.ready.is_set()]
+    turns.set_text(f"{size}: " + (f"starting {waiting[0]}" if waiting else "registering workers"))
 
 
 def _report(rows: list[Row], plan: FleetPlan, flags: Mapping[str, Any]) -> None:
