@@ -235,10 +235,9 @@ class Controller:
             self._suspended or not self._estimator.plain_known or self._since_reference >= REFERENCE_EVERY
         ):
             return PlanChoice(PLAIN, 0.0, self._expected_plain)
-        current = self.plan if self.plan in self._candidates else PLAIN
         alone, pair = conditions.shares_cores and not conditions.shared, self._estimator.pair
         slack = HYSTERESIS if alone and pair.credit > pair.least_credit else 1.0  # others have no part in the credit
-        choice = choose_plan(conditions, self._candidates, current, slack)
+        choice = choose_plan(conditions, self._candidates, self.plan if self.plan in self._candidates else PLAIN, slack)
         self._idle = conditions.shares_cores and not choice.plan.gamma
         if choice.plan.gamma:
             self._plain_steps = self._probe_steps_left = 0

@@ -49,9 +49,8 @@ def measure_cost(engine: Engine) -> CostCurve:
             if _is_last(engine, batch, context, best, tokens):
                 del counts[index + 1 :]
             are_short = index >= _FEWEST and not on_gpu and best[1] <= _SHORT_MS
-            for few_tokens in counts[:_FEWEST] if are_short else ():
-                again = [SessionTokens(sessions[0], [0] * few_tokens)]
-                best[few_tokens] = min(best[few_tokens], _step_ms(engine, again, context))
+            for again in counts[:_FEWEST] if are_short else ():
+                best[again] = min(best[again], _step_ms(engine, [SessionTokens(sessions[0], [0] * again)], context))
         if time.perf_counter() - started > _BUDGET_S[on_gpu] and round_ >= on_gpu:
             break
     for session in sessions:
