@@ -149,13 +149,17 @@ INLINE void weigh_page(const int count, float *scores, long stride, const float 
     memcpy(totals, sums, 4 * (size_t)count);
 }
 
+/* Several queries together: the sum of one waits for each of its additions. */
 static void weigh(int count, float *scores, long stride, const float *peaks, int used, float *totals) {
-    for (int q = 0; q < count; q += 3, scores += 3 * stride, peaks += 3, totals += 3)
-        switch (count - q) {
+    for (int few; count; count -= few, scores += few * stride, peaks += few, totals += few) {
+        few = count >= 6 ? 6 : count >= 3 ? 3 : count;
+        switch (few) {
         case 1: weigh_page(1, scores, stride, peaks, used, totals); break;
         case 2: weigh_page(2, scores, stride, peaks, used, totals); break;
-        default: weigh_page(3, scores, stride, peaks, used, totals);
+        case 3: weigh_page(3, scores, stride, peaks, used, totals); break;
+        default: weigh_page(6, scores, stride, peaks, used, totals);
         }
+    }
 }
 
 typedef struct {
