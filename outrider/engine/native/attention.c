@@ -3,6 +3,10 @@
 
 #include "tasks.h"
 
+#define PAGES_AHEAD 4 /* prefetch distance: memory answers later than a page of few queries takes */
+
+static int smaller(int a, int b) { return a < b ? a : b; }
+
 static void turn(float *restrict head, const float *restrict cos, const float *restrict sin, int rotated) {
     int half = rotated / 2, i = 0;
     for (; i + LANES <= half; i += LANES) {
@@ -183,16 +187,19 @@ typedef struct {
     float *rows, *out, *peaks, *totals, *scores;
 } Work;
 
-/* Scores of pages, and the highest ones. `then` is read after them. */
-static void score_pages(Work *work, const Part *part, int from, int end, const char *then) {
+/* Scores of pages, and the highest ones. Their values are read after them. */
+static void score_pages(Work *work, const Part *part, int from, int end) {
     const Model *model = work->model;
     const Segment *segment = work->queries[part->first].segment;
     const int dim = model->head_dim, bytes = model->cache_bytes, window = work->layer->window;
+    const int *values = &segment->table[work->begin / PAGE];
     Accumulate *begin_with = bytes == 2 ? begin_halves : begin_floats;
     for (int first = from; first < end; first += PAGE) {
         const int *page = &segment->table[first / PAGE];
         const char *keys = key_at(model, work->layer, *page, work->kv_head, 0);
-        const char *next = first + PAGE < end ? key_at(model, work->layer, page[1], work->kv_head, 0) : then;
+        const int ahead = first + PAGES_AHEAD * PAGE, later = smaller(ahead - end, end - 1 - work->begin) / PAGE;
+        const char *next = ahead < end ? key_at(model, work->layer, page[PAGES_AHEAD], work->kv_head, 0)
+                                       : value_at(model, work->layer, values[later], work->kv_head, 0, 0);
         float *scores = work->scores + part->first * work->stride + first - work->begin;
         for (int panel = 0; panel < PAGE; panel += PANEL)
             begin_with(part->count, work->rows + part->first * dim, dim, keys + (long)panel * dim * bytes, dim, 0, dim,
@@ -219,7 +226,8 @@ static void add_pages(const Work *work, const Part *part, int from, int end, con
         float *weights = work->scores + part->first * work->stride + first - work->begin;
         weigh(part->count, weights, work->stride, work->peaks + part->first, used, work->totals + part->first);
         const char *values = value_at(model, work->layer, *page, work->kv_head, 0, 0);
-        const char *next = first + PAGE < end ? value_at(model, work->layer, page[1], work->kv_head, 0, 0) : then;
+        const int near = first + PAGES_AHEAD * PAGE < end;
+        const char *next = near ? value_at(model, work->layer, page[PAGES_AHEAD], work->kv_head, 0, 0) : then;
         for (int v = 0; v < panels; v++)
             go_on(part->count, weights, work->stride, values + v * panel, PAGE, 0, used,
                   (Ahead){next + v * panel, bytes * LANES}, work->out + part->first * width + v * PANEL, width);
@@ -277,10 +285,8 @@ static void attend(const Model *model, const Layer *layer, const Task *task, con
     for (int q = 0; q < count; q++) work.peaks[q] = -INFINITY, work.totals[q] = 0, work.highest[q] = spread(-INFINITY);
     memset(work.out, 0, 4 * (size_t)(count * width));
 
-    const int *first_page = &task->segments[0]->table[work.begin / PAGE];
-    const char *values = value_at(model, layer, *first_page, task->kv_head, 0, 0);
-    score_pages(&work, &all, work.begin, shared, values);
-    for (const Part *part = parts; part < end; part++) score_pages(&work, part, part->own, part->end, values);
+    score_pages(&work, &all, work.begin, shared);
+    for (const Part *part = parts; part < end; part++) score_pages(&work, part, part->own, part->end);
     for (int q = 0; q < count; q++)
         for (int j = 0; j < LANES; j++)
             if (work.highest[q][j] > work.peaks[q]) work.peaks[q] = work.highest[q][j];
