@@ -32,6 +32,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "regex": {"type": "regex", "regex": REGEX},
 }
 SEEDS = 4
+AT_ONCE = 16  # seeds, of three requests each: a coordinator refuses hundreds
 # Letters with which calls begin beside a format, or differ from an answer in their name, and those of answers.
 OF_CALLS = {"schema": "<[ag", "object": "<[", "regex": "<[{"}
 OF_ANSWERS = {"schema": "{dg", "object": "{", "regex": "yn"}
@@ -63,7 +64,13 @@ def kind_of(form: str, content: str, calls: list[tuple[str, str]], reason: str) 
 async def valid_for_seeds(api: AsyncOpenAI, form: str, seeds: int) -> None:
     """The target is noise: of four answers one is what it will be, two are calls, for want of other letters."""
 
+    turns = asyncio.Semaphore(AT_ONCE)
+
     async def kind_for(seed: int) -> str:
+        async with turns:
+            return await kind_of_answers(seed)
+
+    async def kind_of_answers(seed: int) -> str:
         body = ASK | {"response_format": FORMATS[form], "seed": seed}
         body["max_tokens"] = 1500 if seed % 2 and form != "object" else 100  # of cut calls some are text
         body["parallel_tool_calls"] = seed % 4 > 1
